@@ -1,0 +1,1 @@
+"""Search, measure, select, promote."""

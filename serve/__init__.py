@@ -1,0 +1,1 @@
+"""Launch engines and serve the champion."""

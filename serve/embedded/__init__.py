@@ -1,0 +1,1 @@
+"""The CPU engine: transformers generate() behind an OpenAI-compatible server."""

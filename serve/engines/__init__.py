@@ -1,0 +1,1 @@
+"""One module an engine: configuration to command, and what its server says."""
