@@ -1,0 +1,273 @@
+"""One Ray Serve class for trials and champion: an engine as a child process of its replica.
+
+A trial asks for the engine through `deployed(...)`: the replica holds the GPUs, the trial holds the
+node's `engine_slot`, and load goes straight to the engine's own port.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+
+from pipeline.config import EngineConfig
+from pipeline.errors import EngineError, TeardownError
+from pipeline.records import Failure, FailureClass, Launch, TeardownProof
+from pipeline.spec import Limits
+from serve.engines import plan
+from serve.process import EngineProcess, free_port, reap
+
+POLL_S = 0.1
+PLACEMENT_S = 120.0  # Serve finds a place and starts the replica's process, before the engine starts
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Where an engine's log and lease go, its deadlines, and whether the replica waits for it."""
+
+    folder: str
+    limits: Limits
+    wait: bool = False  # the champion's replica takes no traffic before its engine is ready
+    port: int | None = None
+
+
+class EngineReplica:
+    """Owns one engine process from the replica's first moment to its last.
+
+    In a trial (`wait=False`) a failure is state to be asked for: raising would make Serve start the
+    same doomed engine again. The champion (`wait=True`) raises, so that Serve does just that.
+    """
+
+    def __init__(self, config: dict[str, Any], options: EngineOptions) -> None:
+        self._options = options
+        self._failure: Failure | None = None
+        self._resolved: dict[str, Any] | None = None
+        self._proof: TeardownProof | None = None
+        self._stopping = threading.Lock()
+        folder = Path(options.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        engine_config = EngineConfig.model_validate(config)
+        self.launch = plan(
+            engine_config,
+            port=options.port or free_port(),
+            gpu_ids=_gpu_ids(),
+            inherited=dict(os.environ),
+            log_path=str(folder / "engine.log"),
+        )
+        self._process = EngineProcess(self.launch, options.limits, engine=engine_config.engine, lease_dir=folder)
+        # Started here and not in the waiting thread: a child with a death signal dies with the
+        # thread that forked it.
+        self._process.start()
+        if options.wait:
+            self._resolved = self._process.wait_ready()
+        else:
+            threading.Thread(target=self._wait_ready, daemon=True).start()
+
+    def _wait_ready(self) -> None:
+        try:
+            self._resolved = self._process.wait_ready()
+        except EngineError as error:
+            self._failure = error.failure
+
+    def state(self) -> dict[str, Any]:
+        """The launch, and what has become of it: resolved settings, a failure, or neither yet."""
+        return {"launch": self.launch, "resolved": self._resolved, "failure": self._failure}
+
+    def check(self) -> Failure | None:
+        """Why the engine no longer answers, or None."""
+        if self._failure is None:
+            try:
+                self._process.check()
+            except EngineError as error:
+                self._failure = error.failure
+        return self._failure
+
+    def check_health(self) -> None:
+        """Serve's probe. Only the champion is restarted; a trial asks `check` itself."""
+        if self._options.wait and (failure := self.check()) is not None:
+            raise EngineError(failure)
+
+    def stop(self) -> TeardownProof:
+        """Stop the engine and prove it gone; safe to call twice."""
+        with self._stopping:
+            if self._proof is None:
+                self._proof = self._process.stop()
+            return self._proof
+
+    def __del__(self) -> None:
+        """Serve's shutdown hook."""
+        if hasattr(self, "_process"):
+            self.stop()
+
+
+def _gpu_ids() -> tuple[int, ...]:
+    return tuple(int(gpu) for gpu in ray.get_gpu_ids())
+
+
+@dataclass
+class Deployed:
+    """A running engine, as a trial sees it. `teardown` is set when the block has ended."""
+
+    launch: Launch
+    resolved: dict[str, Any]
+    node: str
+    watch: Any = None
+    ready_s: float = 0.0
+    teardown: TeardownProof | None = None
+    phases_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def base_url(self) -> str:
+        """Where the engine itself listens."""
+        return self.launch.base_url
+
+    def check(self) -> None:
+        """Raise the engine's failure, if it has one."""
+        failure = _ask(self.watch.check.remote(), self.launch.log_path)
+        if failure is not None:
+            raise EngineError(failure)
+
+
+def application(config: EngineConfig, options: EngineOptions, **deployment_options: Any) -> serve.Application:
+    """The engine as a Serve application on the caller's node, holding one GPU a rank."""
+    gpus = config.tensor_parallel_size if config.engine == "sglang" else 0
+    here = f"node:{ray.util.get_node_ip_address()}"
+    deployment = serve.deployment(
+        EngineReplica,
+        name="engine",
+        num_replicas=1,
+        max_ongoing_requests=8,
+        health_check_period_s=5,
+        health_check_timeout_s=options.limits.generate_s + 30,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=options.limits.stop_s + options.limits.proof_s,
+        ray_actor_options={"num_cpus": 0, "num_gpus": gpus, "resources": {here: 0.001}},
+    ).options(**deployment_options)
+    return deployment.bind(config.model_dump(mode="json"), options)
+
+
+@contextmanager
+def deployed(config: EngineConfig, options: EngineOptions, *, app_name: str) -> Iterator[Deployed]:
+    """Deploy an engine under its own application name; yield it ready; take it down with proof.
+
+    Raises:
+        EngineError: it could not be placed, failed to start, or did not become ready in time.
+        TeardownError: something of it is left; the node must not be used again.
+    """
+    began = time.monotonic()
+    launch: Launch | None = None
+    engine: Deployed | None = None
+    replica: Any = None
+    try:
+        replica = _deploy(application(config, options), app_name)
+        state = _await_state(replica, options, app_name)
+        launch = state["launch"]
+        placed = time.monotonic()
+        engine = Deployed(launch, _await_ready(replica, options), _node_id(), replica)
+        engine.phases_s = {"deploy": placed - began, "ready": time.monotonic() - placed}
+        yield engine
+    finally:
+        ended = time.monotonic()
+        proof = _take_down(replica, options, app_name)
+        if engine is not None:
+            engine.teardown = proof
+            engine.phases_s["teardown"] = time.monotonic() - ended
+        if not proof.proven:
+            raise TeardownError(f"{app_name}: {', '.join(proof.notes) or 'the engine is not proven gone'}")
+
+
+def _deploy(app: serve.Application, name: str) -> Any:
+    # No proxy: trials take their load on the engine's own port, and port 8000 stays the user's.
+    serve.start(proxy_location="Disabled")
+    target = serve.RunTarget(app, name=name, route_prefix=None)
+    (handle,) = serve.run_many([target], wait_for_applications_running=False)
+    return handle
+
+
+def _await_state(replica: Any, options: EngineOptions, app_name: str) -> dict[str, Any]:
+    """Wait until the replica's process answers; say why it could not be placed otherwise."""
+    deadline = time.monotonic() + PLACEMENT_S
+    while True:
+        status = serve.status().applications.get(app_name)
+        running = status is not None and status.status == "RUNNING"
+        if running:
+            state: dict[str, Any] = _ask(replica.state.remote(), options.folder)
+            return state
+        failed = status is not None and status.status in ("DEPLOY_FAILED", "UNHEALTHY")
+        if failed or time.monotonic() > deadline:
+            raise EngineError(_not_placed(status, options))
+        time.sleep(POLL_S)
+
+
+def _not_placed(status: Any, options: EngineOptions) -> Failure:
+    said = " ".join(d.message for d in status.deployments.values()) if status is not None else ""
+    cause = said or f"Ray Serve found no place for the engine within {PLACEMENT_S:.0f} s: are its GPUs in use?"
+    return Failure(failure_class=FailureClass.UNREADY, cause=cause, phase="deploy", log_path=options.folder)
+
+
+def _await_ready(replica: Any, options: EngineOptions) -> dict[str, Any]:
+    while True:
+        state = _ask(replica.state.remote(), options.folder)
+        if state["failure"] is not None:
+            raise EngineError(state["failure"])
+        if state["resolved"] is not None:
+            resolved: dict[str, Any] = state["resolved"]
+            return resolved
+        time.sleep(POLL_S)  # the engine process keeps its own deadlines
+
+
+def _ask(response: Any, log_path: str) -> Any:
+    """The replica's answer, or an EngineError when the replica itself is gone."""
+    try:
+        return response.result(timeout_s=60)
+    except (ray.exceptions.RayError, serve.exceptions.RayServeException, TimeoutError) as error:
+        cause = f"the engine's Serve replica does not answer: {type(error).__name__}"
+        raise EngineError(Failure(failure_class=FailureClass.KILLED, cause=cause, log_path=log_path)) from error
+
+
+def _take_down(replica: Any, options: EngineOptions, app_name: str) -> TeardownProof:
+    """Stop the engine in its replica, delete the application, then look again from outside."""
+    began = time.monotonic()
+    proof: TeardownProof | None = None
+    if replica is not None:
+        wait_s = options.limits.stop_s + options.limits.proof_s + 30
+        try:
+            proof = replica.stop.remote().result(timeout_s=wait_s)
+        except (ray.exceptions.RayError, serve.exceptions.RayServeException, TimeoutError):
+            proof = None  # the replica died; the lease tells what it left
+    delete_app(app_name)
+    left = reap(Path(options.folder))
+    proof = proof or TeardownProof(group_dead=True, ports_free=True, seconds=0.0, notes=("by its lease",))
+    gone = app_name not in serve.status().applications
+    update: Mapping[str, Any] = {
+        "app_gone": gone,
+        "group_dead": proof.group_dead and not left,
+        "seconds": time.monotonic() - began,
+        "notes": proof.notes + tuple(left),
+    }
+    return proof.model_copy(update=update)
+
+
+def delete_app(name: str) -> None:
+    """Delete an application and wait until it is gone; fine when it never was."""
+    serve.delete(name)
+
+
+def stale_apps(prefix: str) -> list[str]:
+    """Applications that an earlier driver left behind, by the prefix of their names."""
+    try:
+        return [name for name in serve.status().applications if name.startswith(prefix)]
+    except serve.exceptions.RayServeException:
+        return []
+
+
+def _node_id() -> str:
+    return str(ray.get_runtime_context().get_node_id())
