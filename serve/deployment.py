@@ -1,6 +1,6 @@
 """One Ray Serve class for trials and champion: an engine as a child process of its replica.
 
-A trial asks for the engine through `deployed(...)`: the replica holds the GPUs, the trial holds the
+A trial asks for the engine through `Deployed(...)`: the replica holds the GPUs, the trial holds the
 node's `engine_slot`, and load goes straight to the engine's own port.
 """
 
@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ray
 from ray import serve
@@ -112,28 +112,69 @@ def _gpu_ids() -> tuple[int, ...]:
     return tuple(int(gpu) for gpu in ray.get_gpu_ids())
 
 
-@dataclass
 class Deployed:
-    """A running engine, as a trial sees it. `teardown` is set when the block has ended."""
+    """An engine under its own application name, for as long as the `with` block lasts.
 
-    launch: Launch
-    resolved: dict[str, Any]
-    node: str
-    watch: Any = None
-    ready_s: float = 0.0
-    teardown: TeardownProof | None = None
-    phases_s: dict[str, float] = field(default_factory=dict)
+    After the block, also one that failed to start, `launch`, `teardown` and `phases_s` tell what
+    was started, what was proven gone, and how long each took.
+
+    Raises (entering):
+        EngineError: it could not be placed, failed to start, or did not become ready in time.
+    Raises (leaving):
+        TeardownError: something of it is left; the node must not be used again.
+    """
+
+    def __init__(self, config: EngineConfig, options: EngineOptions, *, app_name: str) -> None:
+        self.config, self.options, self.app_name = config, options, app_name
+        self.launch: Launch | None = None
+        self.resolved: dict[str, Any] = {}
+        self.teardown: TeardownProof | None = None
+        self.phases_s: dict[str, float] = {}
+        self._replica: Any = None
 
     @property
     def base_url(self) -> str:
-        """Where the engine itself listens."""
+        """Where the engine itself listens; only inside the block."""
+        if self.launch is None:
+            raise RuntimeError("the engine is not deployed")
         return self.launch.base_url
 
     def check(self) -> None:
         """Raise the engine's failure, if it has one."""
-        failure = _ask(self.watch.check.remote(), self.launch.log_path)
+        failure = _ask(self._replica.check.remote(), self.options.folder)
         if failure is not None:
             raise EngineError(failure)
+
+    def __enter__(self) -> Self:
+        try:
+            with timed(self.phases_s, "deploy"):
+                self._replica = _deploy(application(self.config, self.options), self.app_name)
+                self.launch = _await_state(self._replica, self.options, self.app_name)["launch"]
+            with timed(self.phases_s, "ready"):
+                self.resolved = _await_ready(self._replica, self.options)
+        except BaseException:
+            self._take_down()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._take_down()
+
+    def _take_down(self) -> None:
+        with timed(self.phases_s, "teardown"):
+            self.teardown = _take_down(self._replica, self.options, self.app_name)
+        if not self.teardown.proven:
+            raise TeardownError(f"{self.app_name}: {', '.join(self.teardown.notes) or 'not proven gone'}")
+
+
+@contextmanager
+def timed(phases: dict[str, float], name: str) -> Iterator[None]:
+    """Store the seconds that a block took under its name."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        phases[name] = time.monotonic() - began
 
 
 def application(config: EngineConfig, options: EngineOptions, **deployment_options: Any) -> serve.Application:
@@ -152,36 +193,6 @@ def application(config: EngineConfig, options: EngineOptions, **deployment_optio
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus, "resources": {here: 0.001}},
     ).options(**deployment_options)
     return deployment.bind(config.model_dump(mode="json"), options)
-
-
-@contextmanager
-def deployed(config: EngineConfig, options: EngineOptions, *, app_name: str) -> Iterator[Deployed]:
-    """Deploy an engine under its own application name; yield it ready; take it down with proof.
-
-    Raises:
-        EngineError: it could not be placed, failed to start, or did not become ready in time.
-        TeardownError: something of it is left; the node must not be used again.
-    """
-    began = time.monotonic()
-    launch: Launch | None = None
-    engine: Deployed | None = None
-    replica: Any = None
-    try:
-        replica = _deploy(application(config, options), app_name)
-        state = _await_state(replica, options, app_name)
-        launch = state["launch"]
-        placed = time.monotonic()
-        engine = Deployed(launch, _await_ready(replica, options), _node_id(), replica)
-        engine.phases_s = {"deploy": placed - began, "ready": time.monotonic() - placed}
-        yield engine
-    finally:
-        ended = time.monotonic()
-        proof = _take_down(replica, options, app_name)
-        if engine is not None:
-            engine.teardown = proof
-            engine.phases_s["teardown"] = time.monotonic() - ended
-        if not proof.proven:
-            raise TeardownError(f"{app_name}: {', '.join(proof.notes) or 'the engine is not proven gone'}")
 
 
 def _deploy(app: serve.Application, name: str) -> Any:
@@ -267,7 +278,3 @@ def stale_apps(prefix: str) -> list[str]:
         return [name for name in serve.status().applications if name.startswith(prefix)]
     except serve.exceptions.RayServeException:
         return []
-
-
-def _node_id() -> str:
-    return str(ray.get_runtime_context().get_node_id())

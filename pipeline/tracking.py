@@ -1,0 +1,299 @@
+"""Studies and trials in MLflow: one parent run a study, one child a trial.
+
+MLflow is the second place. The ledger comes first, and whatever MLflow misses while it is down is
+logged later by `sync`, which knows by a tag what is there. Only the driver talks to MLflow.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pipeline.records import Distribution, LevelResult, TrialRecord
+from pipeline.store import RUNS, Study
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+log = logging.getLogger(__name__)
+
+EXPERIMENT = "fastverify"
+TRIAL_TAG = "fastverify.trial"
+STUDY_TAG = "fastverify.study"
+MAX_PARAM = 500
+_STATUS = {"ok": "FINISHED", "reused": "FINISHED", "stopped": "FINISHED", "pruned": "KILLED", "failed": "FAILED"}
+
+
+class Tracker(Protocol):
+    """Where finished trials and the study's outcome are shown."""
+
+    def trial(self, record: TrialRecord) -> None: ...
+
+    def finish(self, outcome: dict[str, Any], artifacts: list[Path]) -> None: ...
+
+
+class NullTracker:
+    """Tracks nothing; the ledger has it all."""
+
+    def trial(self, record: TrialRecord) -> None:
+        """Ignore the record."""
+
+    def finish(self, outcome: dict[str, Any], artifacts: list[Path]) -> None:
+        """Ignore the outcome."""
+
+
+def default_uri(root: Path = RUNS) -> str:
+    """`MLFLOW_TRACKING_URI`, else a sqlite file beside the studies."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(root / 'mlflow.db').resolve()}"
+
+
+class MlflowTracker:
+    """Logs to an MLflow store; a failure of MLflow is a warning, and the record is logged later."""
+
+    def __init__(self, study: Study, uri: str) -> None:
+        self._study, self.uri = study, uri
+        self._client: MlflowClient | None = None
+        self._parent: str | None = None
+
+    def open(self) -> None:
+        """Connect, create the experiment and the parent run. Called once, in the driver, before trials."""
+        self._guard("open", self._open)
+
+    def trial(self, record: TrialRecord) -> None:
+        """Log one record as a child run."""
+        self._guard(f"trial {record.number}", lambda: self._log_trial(record))
+
+    def finish(self, outcome: dict[str, Any], artifacts: list[Path]) -> None:
+        """Log what MLflow missed, then the study's outcome and its report."""
+        self._guard("study", lambda: self._finish(outcome, artifacts))
+
+    def _guard(self, what: str, action: Any) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            if what != "open" and self._parent is None:
+                self._open()
+            action()
+        except (MlflowException, OSError) as error:
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            log.warning("MLflow did not take %s (%s); `python -m pipeline.tracking %s` logs it later",
+                        what, first, self._study.folder)  # fmt: skip
+
+    def _open(self) -> None:
+        # MLflow's own defaults retry for an hour while GPUs idle.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
+        from mlflow import MlflowClient
+
+        self._client = client = MlflowClient(tracking_uri=self.uri)
+        experiment = _experiment(client, self.uri)
+        found = _search(
+            client, experiment, f"tags.`{STUDY_TAG}` = '{self._study.name}' and tags.`{TRIAL_TAG}` = 'study'"
+        )
+        self._parent = found[0].info.run_id if found else self._create_parent(experiment)
+        self._experiment = experiment
+
+    def _create_parent(self, experiment: str) -> str:
+        facts = self._study.facts
+        tags = {STUDY_TAG: self._study.name, TRIAL_TAG: "study", "mlflow.runName": self._study.name}
+        tags |= {key: str(value) for key, value in facts.get("tags", {}).items()}
+        assert self._client is not None
+        run = self._client.create_run(experiment, tags=tags)
+        self._client.log_artifact(run.info.run_id, str(self._study.space_file))
+        self._study.write_facts({**facts, "mlflow_run_id": run.info.run_id, "mlflow_uri": self.uri})
+        return str(run.info.run_id)
+
+    def _log_trial(self, record: TrialRecord) -> None:
+        from mlflow.entities import Metric, Param, RunTag
+
+        assert self._client is not None
+        tags = {
+            "mlflow.parentRunId": str(self._parent),
+            "mlflow.runName": f"{record.number:03d} {record.config.words()}",
+        }
+        run_id = self._client.create_run(self._experiment, tags=tags).info.run_id
+        stamp = int(self._study.ledger.stat().st_mtime * 1000)
+        self._client.log_batch(
+            run_id,
+            metrics=[Metric(key, value, stamp, step) for key, value, step in trial_metrics(record)],
+            params=[Param(key, value[:MAX_PARAM]) for key, value in trial_params(record).items()],
+            tags=[RunTag(key, value) for key, value in trial_tags(record, self._study.name).items()],
+        )
+        for name in ("record.json", "engine.log", "launch.sh"):
+            file = self._study.trial_dir(record.number) / name
+            if file.is_file():
+                self._client.log_artifact(run_id, str(file))
+        # The tag comes last: a run without it was cut short and is logged again.
+        self._client.set_tag(run_id, TRIAL_TAG, str(record.number))
+        self._client.set_terminated(run_id, status=_STATUS[record.status])
+
+    def _finish(self, outcome: dict[str, Any], artifacts: list[Path]) -> None:
+        assert self._client is not None and self._parent is not None
+        self.sync()
+        for key, value in outcome.items():
+            if isinstance(value, float | int) and math.isfinite(value):
+                self._client.log_metric(self._parent, key, float(value))
+            elif value is not None:
+                self._client.set_tag(self._parent, key, str(value)[:5000])
+        for path in artifacts:
+            self._client.log_artifact(self._parent, str(path))
+        self._client.set_terminated(self._parent)
+
+    def sync(self) -> int:
+        """Log the records that MLflow lacks; return how many there were."""
+        if self._parent is None:
+            self._open()
+        assert self._client is not None
+        there = _search(self._client, self._experiment, f"tags.`{STUDY_TAG}` = '{self._study.name}'")
+        known = {run.data.tags.get(TRIAL_TAG) for run in there}
+        missing = [record for record in self._study.records() if str(record.number) not in known]
+        for record in missing:
+            self._log_trial(record)
+        return len(missing)
+
+
+def _experiment(client: MlflowClient, uri: str) -> str:
+    found = client.get_experiment_by_name(EXPERIMENT)
+    if found is not None and found.lifecycle_stage == "deleted":
+        client.restore_experiment(found.experiment_id)
+    if found is not None:
+        return str(found.experiment_id)
+    root = Path(uri.removeprefix("sqlite:///")).parent if uri.startswith("sqlite:///") else None
+    location = (root / "mlartifacts").resolve().as_uri() if root is not None else None
+    return str(client.create_experiment(EXPERIMENT, artifact_location=location))
+
+
+def _search(client: MlflowClient, experiment: str, query: str) -> list[Any]:
+    runs: list[Any] = []
+    page = client.search_runs([experiment], filter_string=query, max_results=500)
+    runs += page
+    while page.token:
+        page = client.search_runs([experiment], filter_string=query, max_results=500, page_token=page.token)
+        runs += page
+    return runs
+
+
+def key(name: str) -> str:
+    """A name that MLflow accepts: letters, digits, `_ - . /` and space."""
+    return re.sub(r"[^\w./ -]", "_", name)
+
+
+def trial_metrics(record: TrialRecord) -> Iterator[tuple[str, float, int]]:
+    """(key, value, step) of every finite figure; the step is the level's concurrency."""
+    for name, seconds in record.phases_s.items():
+        yield f"phase/{name}_s", seconds, 0
+    if record.measurement is None:
+        return
+    if record.measurement.objective is not None:
+        yield "objective", record.measurement.objective.value, 0
+        if record.measurement.objective.std is not None:
+            yield "objective_std", record.measurement.objective.std, 0
+    for level in record.measurement.levels:
+        step = level.level.concurrency or 0
+        for name, value in level_figures(level).items():
+            if value is not None and math.isfinite(value):
+                yield key(f"{level.level.workload}/{name}"), float(value), step
+
+
+def level_figures(level: LevelResult) -> dict[str, float | None]:
+    """A level's figures under the names that all reports use."""
+    figures: dict[str, float | None] = {
+        "output_tok_per_s": level.output_tok_per_s.value,
+        "output_tok_per_s_std": level.output_tok_per_s.std,
+        "requests_per_s": level.requests_per_s.value if level.requests_per_s else None,
+        "accept_length": level.accept_length,
+        "accept_rate": level.accept_rate,
+        "verify_steps": level.verify_steps,
+        "requests_ok": level.requests_ok,
+        "requests_failed": level.requests_failed,
+        "requests_cut_off": level.requests_cut_off,
+        "client_cpu": level.client_cpu,
+    }
+    for name in ("ttft_ms", "tpot_ms", "e2e_latency_ms"):
+        figures |= _statistics(name, getattr(level, name))
+    return figures
+
+
+def _statistics(name: str, values: Distribution | None) -> dict[str, float | None]:
+    if values is None:
+        return {}
+    return {f"{statistic}_{name}": getattr(values, statistic) for statistic in ("mean", "p50", "p95", "p99")}
+
+
+def trial_params(record: TrialRecord) -> dict[str, str]:
+    """The sampler's point and what every trial has, flat, as text."""
+    common = {
+        "config": record.config.words(),
+        "config_id": record.config_id,
+        "model": record.config.model,
+        "tensor_parallel_size": record.config.tensor_parallel_size,
+        "max_running_requests": record.config.max_running_requests,
+        "algorithm": record.config.speculation.algorithm,
+    }
+    return {key(name): str(value) for name, value in {**common, **record.params}.items()}
+
+
+def trial_tags(record: TrialRecord, study: str) -> dict[str, str]:
+    """What a person filters by: role, status, failure class, engine, machine, lossless."""
+    tags: dict[str, Any] = {
+        STUDY_TAG: study,
+        "role": record.role,
+        "status": record.status,
+        "engine": record.config.engine,
+        "engine_version": record.engine_version,
+        "failure_class": record.failure.failure_class if record.failure else None,
+        "reason": record.reason,
+        "reused_from": record.reused_from,
+        "lossless": record.lossless.passed if record.lossless else None,
+        "sanity": ", ".join(rule.rule for rule in record.broken) or "ok",
+        "degraded": ", ".join(record.degraded) or None,
+        "asked_not_got": ", ".join(record.asked_not_got) or None,
+        "host": record.topology.hostname,
+        "gpu": record.topology.gpu_model,
+        "gpu_count": record.topology.gpu_count,
+        "git_commit": record.git_commit,
+        "mlflow.note.content": note(record),
+        **{f"version.{name}": version for name, version in record.versions.items()},
+    }
+    return {name: str(value)[:5000] for name, value in tags.items() if value is not None}
+
+
+def note(record: TrialRecord) -> str:
+    """What a person sees first on the run's page: what happened and how to launch it again."""
+    lines = [f"**{record.role}** `{record.config.words()}`: {record.status}"]
+    if record.reason:
+        lines.append(f"\n{record.reason}")
+    if record.launch is not None:
+        lines.append(f"\n```\n{launch_text(record)}```")
+    return "\n".join(lines)
+
+
+def launch_text(record: TrialRecord) -> str:
+    """The exact command and environment, as a script to paste."""
+    if record.launch is None:
+        return ""
+    env = "".join(f"{name}={shlex.quote(value)} \\\n" for name, value in record.launch.env.items())
+    return f"{env}{shlex.join(record.launch.argv)}\n"
+
+
+def main(study: str, uri: str | None = None) -> None:
+    """Log the trials of STUDY that MLflow lacks."""
+    opened = Study.open(study)
+    tracker = MlflowTracker(opened, uri or default_uri(opened.folder.parent))
+    print(f"{tracker.sync()} trials logged to {tracker.uri}")
+
+
+if __name__ == "__main__":
+    import typer
+
+    from pipeline.cli import run_command
+
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    run_command(app)

@@ -1,0 +1,182 @@
+"""One trial: deploy, ready, warm up, measure, record, tear down. Knows no Tune, Ray or HTTP.
+
+Whatever goes wrong becomes a record with a reason; the caller never sees an engine's exception.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from pipeline.config import EngineConfig
+from pipeline.errors import EngineError, MeasurementError, TeardownError
+from pipeline.lossless import GreedyOutput, Reference, compare
+from pipeline.metrics import objective
+from pipeline.records import (
+    Failure,
+    FailureClass,
+    Launch,
+    LevelResult,
+    Measurement,
+    Role,
+    TeardownProof,
+    Topology,
+    TrialRecord,
+)
+from pipeline.sanity import broken_rules
+from pipeline.spec import ObjectiveSpec
+
+OnPhase = Callable[[str], None]
+StopEarly = Callable[[tuple[LevelResult, ...]], str | None]
+
+
+class Engine(Protocol):
+    """A deployed engine (`serve.deployment.Deployed`)."""
+
+    launch: Launch | None
+    resolved: dict[str, Any]
+    teardown: TeardownProof | None
+    phases_s: dict[str, float]
+
+    def __enter__(self) -> Engine: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    @property
+    def base_url(self) -> str: ...
+
+    def check(self) -> None: ...
+
+
+class Measured(Protocol):
+    """What a ruler brings back."""
+
+    @property
+    def levels(self) -> tuple[LevelResult, ...]: ...
+
+    @property
+    def greedy(self) -> tuple[GreedyOutput, ...]: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+
+class Measure(Protocol):
+    """A ruler's `measure`, bound to its plan."""
+
+    def __call__(
+        self, base_url: str, *, watch: Callable[[], None], on_phase: OnPhase, stop_early: StopEarly | None
+    ) -> Measured: ...
+
+
+ReadBack = Callable[[EngineConfig, dict[str, Any], str], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """What is to be tried, and the facts that its record carries."""
+
+    study: str
+    number: int
+    role: Role
+    config: EngineConfig
+    params: dict[str, Any]
+    objective: ObjectiveSpec
+    topology: Topology
+    stop_early: StopEarly | None = None
+    facts: dict[str, Any] = field(default_factory=dict)  # versions, git_commit, node, engine_version
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A trial's record, and its greedy outputs for the lossless check."""
+
+    record: TrialRecord
+    greedy: tuple[GreedyOutput, ...] = ()
+
+
+def run_trial(
+    request: TrialRequest, engine: Engine, measure: Measure, read_back: ReadBack, on_phase: OnPhase
+) -> Outcome:
+    """Run one trial to its end and return its record; failures are records too."""
+    facts: dict[str, Any] = {"started_at": datetime.now(UTC).isoformat(timespec="seconds")}
+    phases: dict[str, float] = {}
+    greedy: tuple[GreedyOutput, ...] = ()
+    try:
+        on_phase("launch")
+        with engine:
+            with _timed(phases, "measure"):
+                measured = measure(
+                    engine.base_url, watch=engine.check, on_phase=on_phase, stop_early=request.stop_early
+                )
+            on_phase("teardown")
+        greedy = measured.greedy
+        facts |= _figures(request, measured)
+    except EngineError as error:
+        facts |= _failed(error.failure)
+    except MeasurementError as error:
+        facts |= _failed(Failure(failure_class=FailureClass.MEASUREMENT, cause=str(error), phase="measure"))
+    except TeardownError as error:
+        facts |= _failed(Failure(failure_class=FailureClass.TEARDOWN, cause=str(error), phase="teardown"))
+    facts |= {"launch": engine.launch, "resolved": engine.resolved, "teardown": engine.teardown}
+    if engine.launch is not None and engine.resolved:
+        facts |= read_back(request.config, engine.resolved, engine.launch.log_path)
+    return Outcome(_record(request, facts, phases | engine.phases_s), greedy)
+
+
+def judge(outcome: Outcome, reference: Reference | None) -> TrialRecord:
+    """Add the lossless check and the sanity rules to a measured trial.
+
+    Args:
+        outcome: what `run_trial` returned.
+        reference: the baseline's greedy outputs, None when there is no baseline to hold against.
+    """
+    record = outcome.record
+    if record.status not in ("ok", "stopped") or record.measurement is None:
+        return record
+    lossless = compare(reference, outcome.greedy, record.measurement.levels, record.config) if reference else None
+    broken = broken_rules(record.measurement.levels, record.config, outcome.greedy)
+    return record.model_copy(update={"lossless": lossless, "broken": broken})
+
+
+def _figures(request: TrialRequest, measured: Measured) -> dict[str, Any]:
+    """Status, measurement and notes; a trial stopped early has levels, and no value of the objective."""
+    stopped = next((note for note in measured.notes if note.startswith("stopped early")), None)
+    value = None if stopped else objective(measured.levels, request.objective.goals[0])
+    return {
+        "status": "stopped" if stopped else "ok",
+        "reason": stopped,
+        "measurement": Measurement(levels=measured.levels, objective=value),
+        "notes": measured.notes,
+    }
+
+
+def _failed(failure: Failure) -> dict[str, Any]:
+    return {"status": "failed", "failure": failure, "reason": failure.cause}
+
+
+def _record(request: TrialRequest, facts: dict[str, Any], phases: dict[str, float]) -> TrialRecord:
+    fixed: dict[str, Any] = {
+        "study": request.study,
+        "number": request.number,
+        "role": request.role,
+        "config": request.config,
+        "config_id": request.config.config_id,
+        "params": request.params,
+        "topology": request.topology,
+        "phases_s": phases,
+    }
+    return TrialRecord(**{**request.facts, **fixed, **facts})
+
+
+@contextmanager
+def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        phases[name] = time.monotonic() - began
