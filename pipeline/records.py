@@ -261,6 +261,8 @@ class TrialRecord(Frozen):
     config: EngineConfig
     config_id: str
     params: dict[str, Any] = Field(default_factory=dict)  # the sampler's own flat point
+    undone: str | None = None  # ablation: the setting that went back to its default
+    round: int | None = None  # confirmation: launches of one round are paired
     reason: str | None = None
     reused_from: int | None = None
     failure: Failure | None = None
