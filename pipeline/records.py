@@ -216,6 +216,8 @@ class Launch(Frozen):
     argv: tuple[str, ...]
     env: dict[str, str] = Field(default_factory=dict)  # what the configuration adds
     scrubbed: tuple[str, ...] = ()  # inherited variables that were removed
+    kept: tuple[str, ...] = ()  # inherited site policy that the engine also gets, such as NCCL_NVLS_ENABLE=0
+    notes: tuple[str, ...] = ()  # old flag names that were mapped, and the like
     log_path: str = ""
     base_url: str = ""
     gpu_ids: tuple[int, ...] = ()

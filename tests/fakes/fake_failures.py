@@ -84,7 +84,7 @@ FAILURES = {
     ),
     "draft_size": _scheduler(
         "RuntimeError: Error(s) in loading state_dict for Model: size mismatch for lm_head.weight: copying a param "
-        "with shape torch.Size([32000, 4096]) from checkpoint, the shape in current model is torch.Size([128256, 4096])."
+        "with shape torch.Size([32000, 4096]) from checkpoint, the shape in current model is torch.Size([128256, 4096])"
     ),
     "draft_vocab": _scheduler(
         "ValueError: STANDALONE speculative decoding requires the draft model to use the same vocabulary as the target "

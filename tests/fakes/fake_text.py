@@ -17,7 +17,7 @@ WORDS = (
     "work part take get place made live where after back little only round man year came show every good me give our "
     "under name very through just form much great think say help low line before turn cause same mean right old too "
     "does tell set three want air well also play small end put home read hand large add land here must big high such"
-).split()
+).split()  # noqa: SIM905
 NEAR_TIE = 0.02  # nats
 
 
