@@ -222,6 +222,4 @@ def _check_value(name: str, value: str, flag: Flag) -> None:
         number(value)
     except ValueError as error:
         expected = "an integer" if flag.kind == "int" else "a number"
-        raise InputError(
-            f"{value!r} is no number", source="SGLang arguments", key=name, expected=expected
-        ) from error
+        raise InputError(f"{value!r} is no number", source="SGLang arguments", key=name, expected=expected) from error

@@ -7,17 +7,20 @@ At each position the runner-up and its logprob margin are fixed too; some positi
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 
-WORDS = (
-    "the of and to in is it you that he was for on are with as his they be at one have this from or had by hot but "
-    "some what there we can out other were all your when up use word how said an each she which do their time if will "
-    "way about many then them would write like so these her long make thing see him two has look more day could go "
-    "come did my sound no most number who over know water than call first people may down side been now find any new "
-    "work part take get place made live where after back little only round man year came show every good me give our "
-    "under name very through just form much great think say help low line before turn cause same mean right old too "
-    "does tell set three want air well also play small end put home read hand large add land here must big high such"
-).split()  # noqa: SIM905
+WORDS = re.findall(
+    r"\w+",
+    "the of and to in is it you that he was for on are with as his they be at one have this from or had by hot "
+    "but some what there we can out other were all your when up use word how said an each she which do their "
+    "time if will way about many then them would write like so these her long make thing see him two has look "
+    "more day could go come did my sound no most number who over know water than call first people may down side "
+    "been now find any new work part take get place made live where after back little only round man year came "
+    "show every good me give our under name very through just form much great think say help low line before "
+    "turn cause same mean right old too does tell set three want air well also play small end put home read hand "
+    "large add land here must big high such",
+)
 NEAR_TIE = 0.02  # nats
 
 
