@@ -256,6 +256,22 @@ async def served_model(base_url: str, *, api_key: str | None = None) -> str | No
     return names[0] if names else None
 
 
+async def post_chat(sending: Sending, payload: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """POST one chat request without streaming; return the status and the JSON body.
+
+    Raises:
+        MeasurementError: no answer within `sending.request_s`, or one that is no JSON object.
+    """
+    url, timeout = f"{sending.base_url}/v1/chat/completions", aiohttp.ClientTimeout(total=sending.request_s)
+    try:
+        async with _session(sending.api_key) as session, session.post(url, json=payload, timeout=timeout) as response:
+            reply = await response.json(content_type=None)
+            status = response.status
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise MeasurementError(f"no answer from {url}: {error or type(error).__name__}") from error
+    return status, reply if isinstance(reply, dict) else {"answer": reply}
+
+
 async def flush(base_url: str, *, timeout_s: float = 30.0, api_key: str | None = None) -> bool:
     """Empty the prefix cache and see it confirmed; False where the server has no such endpoint.
 

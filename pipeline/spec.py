@@ -25,6 +25,8 @@ class WorkloadSpec(Frozen):
     ignore_eos: bool = True
     temperature: NonNegativeFloat = 0.0
     seed: int = 0
+    greedy_prompts: PositiveInt = 8  # of each set, for the lossless check
+    greedy_tokens: PositiveInt = 32
 
 
 class LoadSpec(Frozen):

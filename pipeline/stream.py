@@ -17,7 +17,8 @@ CountTokens = Callable[[str], int]
 
 # A content chunk holds `"content":"x…`; the value is captured still escaped. Quotes inside a JSON
 # string are escaped, so the pattern cannot match inside a text; logprobs' `"content":[` does not match.
-_CONTENT = re.compile(rb'"(?:content|reasoning_content|reasoning)"\s*:\s*"((?:[^"\\]++|\\.)++)"')
+_CONTENT = re.compile(rb'"(?:reasoning_)?content"\s*:\s*"((?:[^"\\]++|\\.)++)"')
+_SAYS_MORE = re.compile(rb'"(?:usage|finish_reason)"\s*:\s*[{"]')
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class Stream:
     scheduled: float | None = None
     stamps: list[float] = field(default_factory=list)
     texts: list[bytes] = field(default_factory=list)  # escaped JSON strings without their quotes
-    others: list[bytes] = field(default_factory=list)  # lines without content, and the last one with
+    others: list[bytes] = field(default_factory=list)  # lines that say something besides content
     finished: float | None = None
     status: Literal["ok", "failed", "cut_off"] = "ok"
     error: str | None = None
@@ -40,7 +41,7 @@ class Stream:
         if found:
             self.texts += found
             self.stamps += [now] * len(found)
-        if not found or b'"usage":{' in lines or b'_reason":"' in lines or lines.count(b"data:") > len(found):
+        if lines.count(b"data:") > len(found) or _SAYS_MORE.search(lines):
             self.others.append(lines)
 
 

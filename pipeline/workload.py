@@ -216,7 +216,7 @@ def _prompt(path: Path, line: int, row: Any) -> Prompt:
             "not a prompt",
             source=str(path),
             line=line,
-            expected='a string, {"prompt"}, {"messages": [{"role", "content"}]}, {"conversations": [{"from", "value"}]}',
+            expected='a string, {"prompt"}, {"messages": [{"role", "content"}]} or {"conversations": [{"from", …}]}',
         )
     return Prompt(str(row.get("id", line) if isinstance(row, Mapping) else line), messages)
 
