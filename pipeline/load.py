@@ -237,7 +237,13 @@ async def _get(url: str, api_key: str | None) -> tuple[int, str]:
         async with _session(api_key) as session, session.get(url, timeout=_SHORT) as response:
             return response.status, await response.text()
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise MeasurementError(f"no answer from {url}: {error or type(error).__name__}") from error
+        raise _unanswered(url, error) from error
+
+
+def _unanswered(url: str, error: Exception) -> MeasurementError:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return MeasurementError(f"nothing listens at {error.host}:{error.port}")
+    return MeasurementError(f"no answer from {url}: {error or type(error).__name__}")
 
 
 async def server_info(base_url: str, *, api_key: str | None = None) -> dict[str, Any] | None:
@@ -268,7 +274,7 @@ async def post_chat(sending: Sending, payload: dict[str, Any]) -> tuple[int, dic
             reply = await response.json(content_type=None)
             status = response.status
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise MeasurementError(f"no answer from {url}: {error or type(error).__name__}") from error
+        raise _unanswered(url, error) from error
     return status, reply if isinstance(reply, dict) else {"answer": reply}
 
 
@@ -286,7 +292,7 @@ async def flush(base_url: str, *, timeout_s: float = 30.0, api_key: str | None =
             async with _session(api_key) as session, session.post(url, timeout=_SHORT) as response:
                 status, text = response.status, (await response.text()).strip()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise MeasurementError(f"no answer from {url}: {error or type(error).__name__}") from error
+            raise _unanswered(url, error) from error
         if status in (404, 405, 501):
             return False
         if status == 200:

@@ -120,6 +120,7 @@ class Ruler:
         stop_early: StopEarly | None = None,
         held_out: bool = False,
         baseline: bool = False,
+        greedy: bool = True,
     ) -> Measured:
         """Measure the server at `base_url`.
 
@@ -130,12 +131,14 @@ class Ruler:
             stop_early: given the levels so far, a reason to stop or None.
             held_out: use the prompts kept apart for confirmation and promotion.
             baseline: collect the lossless reference too: greedy answers alone, with margins.
+            greedy: collect greedy answers for the lossless check.
 
         Raises:
             EngineError: from `watch`, or streams that all went silent.
             MeasurementError: no figures, or figures that must not be trusted (a saturated client).
         """
-        return asyncio.run(_Run(self, base_url.rstrip("/"), watch, on_phase, held_out).all(model, stop_early, baseline))
+        run = _Run(self, base_url.rstrip("/"), watch, on_phase, held_out)
+        return asyncio.run(run.all(model, stop_early, greedy=greedy, baseline=baseline))
 
 
 class _Run:
@@ -149,7 +152,7 @@ class _Run:
         self.windows: dict[str, list[Window]] = {}
         self.notes: list[str] = []
 
-    async def all(self, model: str | None, stop_early: StopEarly | None, baseline: bool) -> Measured:
+    async def all(self, model: str | None, stop_early: StopEarly | None, *, greedy: bool, baseline: bool) -> Measured:
         server = await server_info(self.base_url, api_key=self.ruler.api_key)
         name = model or await served_model(self.base_url, api_key=self.ruler.api_key)
         if name is None:
@@ -165,11 +168,9 @@ class _Run:
         )
         await self._warm_up()
         levels = await self._levels(stop_early)
-        greedy: tuple[GreedyOutput, ...] = ()
-        if not self.notes or not self.notes[-1].startswith("stopped early"):
-            greedy = await self._greedy(baseline)
+        answers = await self._greedy(baseline) if greedy and len(levels) == len(self.plan.levels) else ()
         windows = {key: tuple(found) for key, found in self.windows.items()}
-        return Measured(levels, windows, greedy, tuple(self.notes), server)
+        return Measured(levels, windows, answers, tuple(self.notes), server)
 
     async def _warm_up(self) -> None:
         busiest = self.plan.levels[0]
@@ -184,7 +185,8 @@ class _Run:
         results: list[LevelResult] = []
         for _, group in groupby(self.plan.levels, key=lambda level: level.model_copy(update={"workload": ""})):
             results += await self._repeat(list(group))
-            if stop_early is not None and (reason := stop_early(tuple(results))):
+            unfinished = len(results) < len(self.plan.levels)
+            if unfinished and stop_early is not None and (reason := stop_early(tuple(results))):
                 self.notes.append(f"stopped early: {reason}")
                 break
         return tuple(results)
