@@ -1,0 +1,226 @@
+"""Optuna's samplers over a conditional space, one point at a time. With `proposer.py`, the only optuna user.
+
+Every draw builds its study anew from what is known (finished points, points in flight) and seeds its sampler
+with the draw's own key: a resumed run then draws what the killed one would have drawn, with no second store
+that has to agree with the ledger.
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import BaseSampler
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from pipeline.config import EngineConfig
+from pipeline.lessons import Observation
+from pipeline.spec import SamplerName
+
+Point = dict[str, Any]
+_SOBOL_DIMENSIONS = 64
+
+
+class Space(Protocol):
+    """What a sampler and the proposer need of a space (`pipeline.space.Space`)."""
+
+    def suggest(self, trial: Any, /) -> Point: ...
+
+    def config(self, params: Point, /) -> EngineConfig: ...
+
+    def baseline(self) -> EngineConfig: ...
+
+    def seeds(self) -> Sequence[Point]: ...
+
+    def grid(self) -> Iterator[Point]: ...
+
+
+class PointTrial:
+    """Stands in for an Optuna trial: answers with a given point, and notes the distributions asked for.
+
+    A dimension that the point does not state answers with its first value, so that the walk goes on, and is not
+    noted: a seed may leave to the engine what the space has no word for.
+    """
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        self.given = params
+        self.params: Point = {}
+        self.distributions: dict[str, BaseDistribution] = {}
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        return self._answer(name, CategoricalDistribution(tuple(choices)), choices[0])
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> Any:
+        return self._answer(name, IntDistribution(low, high, log=log, step=step), low)
+
+    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> Any:
+        return self._answer(name, FloatDistribution(low, high, log=log, step=step), low)
+
+    def _answer(self, name: str, distribution: BaseDistribution, default: Any) -> Any:
+        if name not in self.given:
+            return default
+        self.params[name], self.distributions[name] = self.given[name], distribution
+        return self.given[name]
+
+
+class SobolSampler(BaseSampler):
+    """The n-th point of a scrambled Sobol sequence; the k-th dimension asked for takes its k-th coordinate.
+
+    Optuna's own QMC sampler draws only the dimensions of the first trial from the sequence, which in a
+    conditional space is one branch.
+    """
+
+    def __init__(self, seed: int, index: int) -> None:
+        self._point = _sobol(seed, index)
+        self._asked = 0
+
+    def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, BaseDistribution]:
+        return {}
+
+    def sample_relative(self, study: Any, trial: Any, search_space: Any) -> dict[str, Any]:
+        return {}
+
+    def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
+        at = float(self._point[self._asked % _SOBOL_DIMENSIONS])
+        self._asked += 1
+        return _at(param_distribution, at)
+
+
+@cache
+def _sobol_block(seed: int, size: int) -> np.ndarray[Any, Any]:
+    from scipy.stats import qmc
+
+    block: np.ndarray[Any, Any] = qmc.Sobol(_SOBOL_DIMENSIONS, rng=seed).random(size)
+    return block
+
+
+def _sobol(seed: int, index: int) -> np.ndarray[Any, Any]:
+    point: np.ndarray[Any, Any] = _sobol_block(seed, 1 << max(6, index.bit_length()))[index]
+    return point
+
+
+def _at(distribution: BaseDistribution, at: float) -> Any:
+    """The distribution's value at a share of its range."""
+    if isinstance(distribution, CategoricalDistribution):
+        return distribution.choices[int(at * len(distribution.choices))]
+    assert isinstance(distribution, IntDistribution | FloatDistribution)
+    whole = isinstance(distribution, IntDistribution)
+    low, high, step = distribution.low, distribution.high, distribution.step
+    if distribution.log:
+        value = float(np.exp(np.log(low) + at * (np.log(high + whole) - np.log(low))))
+        return min(int(value), int(high)) if whole else value
+    if step is None:
+        return low + at * (high - low)
+    value = low + step * int(at * (round((high - low) / step) + 1))
+    return int(value) if whole else value
+
+
+class Sampler:
+    """Draws points of a space.
+
+    Random, quasi-random and grid are sequences: a resumed run walks them again, and its caller passes over what
+    it knows. TPE and GP draw from what was seen, seeded by the draw's number.
+
+    Args:
+        space: the space.
+        name: which sampler.
+        seed: of all draws.
+        startup: random points before a model takes over.
+        maximize: one direction per goal.
+    """
+
+    def __init__(
+        self, space: Space, name: SamplerName, *, seed: int, startup: int = 0, maximize: Sequence[bool] = (True,)
+    ) -> None:
+        self.space, self.name, self.seed, self.startup = space, name, seed, startup
+        self._directions = [StudyDirection.MAXIMIZE if up else StudyDirection.MINIMIZE for up in maximize]
+        self._drawn = 0
+        self._grid: list[Point] | None = None
+
+    @property
+    def is_sequence(self) -> bool:
+        """True where draws do not depend on what was seen."""
+        return self.name in ("random", "quasi-random", "grid")
+
+    def draw(
+        self, seen: Sequence[Observation] = (), in_flight: Sequence[Point] = (), *, key: tuple[int, ...] = ()
+    ) -> Point | None:
+        """One point; None when the grid is through.
+
+        Args:
+            seen: finished points.
+            in_flight: points being measured.
+            key: names the draw of a model-based sampler, so that it differs from others and can be repeated.
+        """
+        self._drawn += 1
+        if self.name == "grid":
+            return self._from_grid(self._drawn - 1)
+        with _quiet():
+            study = optuna.create_study(directions=self._directions, sampler=self._sampler(key))
+            if not self.is_sequence:
+                study.add_trials(self._history(seen, in_flight))
+            return self.space.suggest(study.ask())
+
+    def _sampler(self, key: tuple[int, ...]) -> BaseSampler:
+        if self.name == "quasi-random":
+            return SobolSampler(self.seed, self._drawn - 1)
+        entropy = (self.seed, *((self._drawn,) if self.is_sequence else key))
+        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+        if self.name == "tpe":
+            return optuna.samplers.TPESampler(
+                seed=seed, n_startup_trials=self.startup, multivariate=True, group=True, constant_liar=True
+            )
+        if self.name == "gp":
+            return optuna.samplers.GPSampler(seed=seed, n_startup_trials=self.startup)
+        return optuna.samplers.RandomSampler(seed=seed)
+
+    def _history(self, seen: Sequence[Observation], in_flight: Sequence[Point]) -> list[FrozenTrial]:
+        known = [o.values for o in seen if o.values is not None]
+        if not known:
+            return []
+        # An infeasible point is told apart by its constraint. Optuna wants a value too: the median says nothing,
+        # where zero would bend the model of every point nearby.
+        middle = [statistics.median(column) for column in zip(*known, strict=True)]
+        finished = [self._trial(o.params, list(o.values or middle), o.violation) for o in seen]
+        running = [self._trial(point, None, 0.0) for point in in_flight]
+        return [trial for trial in finished + running if trial is not None]
+
+    def _trial(self, params: Point, values: list[float] | None, violation: float) -> FrozenTrial | None:
+        point = PointTrial(params)
+        state = TrialState.RUNNING if values is None else TrialState.COMPLETE
+        constraints = None if values is None else {"violation": violation}
+        try:
+            self.space.suggest(point)
+            return create_trial(
+                state=state,
+                values=values,
+                params=point.params,
+                distributions=point.distributions,
+                constraints=constraints,
+            )
+        except ValueError:
+            return None  # a value that the space no longer has, after an edit or from an earlier study
+
+    def _from_grid(self, index: int) -> Point | None:
+        if self._grid is None:
+            grid = list(self.space.grid())
+            order = np.random.default_rng(self.seed).permutation(len(grid))
+            self._grid = [grid[at] for at in order]
+        return self._grid[index] if index < len(self._grid) else None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Optuna's experimental warnings and its log line per study, off."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        yield

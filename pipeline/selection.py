@@ -1,0 +1,308 @@
+"""Records -> ranking, noise floor and winner, or why there is none. Pure.
+
+The unit is the launch, never the request. The best of many trials is best partly by luck, so a claim that
+a configuration beats the baseline rests on confirmation launches alone: they were made after it was chosen,
+in turns with the baseline, and are compared within rounds. "No difference" is an answer.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from pipeline.config import Frozen
+from pipeline.goals import gain, launched, value_of, why_not, worth
+from pipeline.metrics import estimate
+from pipeline.records import Estimate, TrialRecord
+from pipeline.spec import Goal, ObjectiveSpec
+
+# Chance, over all claims of a study, that an interval misses the true gain (half of it on the winning side).
+ERROR_RATE = 0.05
+# Assumed one-sigma difference of two launches where nothing was repeated.
+ASSUMED_NOISE = 0.01
+
+
+class Row(Frozen):
+    """One configuration over all its launches. `values` follow the goals; `reason` says why it cannot win."""
+
+    config_id: str
+    words: str
+    trials: tuple[int, ...]
+    values: tuple[Estimate | None, ...]
+    gain: float | None = None  # share ahead of the baseline in the first goal
+    reason: str | None = None
+    is_baseline: bool = False
+
+
+class Noise(Frozen):
+    """Typical difference of two launches of one configuration, as a share, seen in three ways; None is unknown."""
+
+    drift: float | None = None  # first against last launch of the baseline
+    repeats: float | None = None  # from repeats within a launch
+    relaunches: float | None = None  # from launches of the same configuration
+
+    @property
+    def floor(self) -> float | None:
+        """The larger of what is known."""
+        return max((v for v in (self.drift, self.repeats, self.relaunches) if v is not None), default=None)
+
+
+class Claim(Frozen):
+    """One finalist against the baseline, from confirmation launches alone, paired by round."""
+
+    config_id: str
+    against: str
+    rounds: int
+    gain: Estimate  # share; the interval holds for all claims of the study together
+    error_rate: float = ERROR_RATE
+    verdict: Literal["better", "worse", "no difference"]
+    text: str
+
+
+class Selection(Frozen):
+    """Who won and why. `winner` may be the baseline; None means that no trial can be trusted to win."""
+
+    ranking: tuple[Row, ...]
+    baseline: Row | None
+    noise: Noise
+    noise_floor: float | None
+    winner: Row | None
+    confirmed: bool
+    reason: str
+    runner_up: Row | None = None
+    pareto: tuple[Row, ...] = ()
+    failures: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    claims: tuple[Claim, ...] = ()
+
+
+def select(records: Iterable[TrialRecord], spec: ObjectiveSpec) -> Selection:
+    """Judge a study, finished or not.
+
+    Args:
+        records: the ledger, in the order of its lines.
+        spec: the study's goals and limits.
+    """
+    ledger = list(records)
+    ranking, noise = rank(ledger, spec), measure_noise(ledger, spec.goals[0])
+    claims = make_claims(ledger, spec.goals[0], noise.floor)
+    winner, confirmed, reason = _choose(ranking, claims, noise)
+    others = [row for row in ranking if row.reason is None and row != winner]
+    return Selection(
+        ranking=ranking,
+        baseline=next((row for row in ranking if row.is_baseline), None),
+        noise=noise,
+        noise_floor=noise.floor,
+        winner=winner,
+        confirmed=confirmed,
+        reason=reason,
+        runner_up=others[0] if others else None,
+        pareto=pareto(ranking, spec.goals),
+        failures=_failures(ledger),
+        claims=claims,
+    )
+
+
+def rank(records: Sequence[TrialRecord], spec: ObjectiveSpec) -> tuple[Row, ...]:
+    """One row a launched configuration: those that may win first, best first; then the others."""
+    by_config: dict[str, list[TrialRecord]] = {}
+    for record in filter(launched, records):
+        by_config.setdefault(record.config_id, []).append(record)
+    values = [worth(records, goal) for goal in spec.goals]
+    home = baseline_id(records)
+    base = _mean(by_config.get(home or "", []), values[0])
+    rows = [_row(launches, values, base, home, spec) for launches in by_config.values()]
+    sign = -1 if spec.goals[0].maximize else 1
+    return tuple(
+        sorted(rows, key=lambda r: (r.reason is not None, sign * r.values[0].value if r.values[0] else math.inf))
+    )
+
+
+def baseline_id(records: Iterable[TrialRecord]) -> str | None:
+    """The baseline's config_id."""
+    return next((record.config_id for record in records if record.role == "baseline"), None)
+
+
+def _row(
+    launches: list[TrialRecord], values: list[dict[int, float]], base: Estimate | None, home: str | None,
+    spec: ObjectiveSpec,
+) -> Row:  # fmt: skip
+    figures = tuple(_mean(launches, by_number) for by_number in values)
+    first = figures[0]
+    reasons = [why for record in launches if (why := why_not(record, spec))]
+    return Row(
+        config_id=launches[0].config_id,
+        words=launches[0].config.words(),
+        trials=tuple(record.number for record in launches),
+        values=figures,
+        gain=gain(first.value, base.value, spec.goals[0]) if first and base else None,
+        reason=reasons[0] if reasons else None,
+        is_baseline=launches[0].config_id == home,
+    )
+
+
+def _mean(launches: list[TrialRecord], by_number: dict[int, float]) -> Estimate | None:
+    return estimate([by_number[r.number] for r in launches if r.number in by_number])
+
+
+def measure_noise(records: Sequence[TrialRecord], goal: Goal) -> Noise:
+    """How far two launches of one configuration differ, from the baseline's drift, repeats and relaunches."""
+    values, home = worth(records, goal), baseline_id(records)
+    by_config: dict[str, list[float]] = {}
+    for record in records:
+        if record.number in values:
+            by_config.setdefault(record.config_id, []).append(math.log(values[record.number]))
+    base = by_config.get(home or "", [])
+    return Noise(
+        drift=abs(math.expm1(base[-1] - base[0])) if len(base) > 1 else None,
+        repeats=_repeat_noise(records, goal),
+        relaunches=_relaunch_noise(list(by_config.values())),
+    )
+
+
+def _repeat_noise(records: Sequence[TrialRecord], goal: Goal) -> float | None:
+    found = [value for record in records if (value := value_of(record, goal)) is not None]
+    errors = [v.std / math.sqrt(v.n) / v.value for v in found if v.std is not None and v.value > 0]
+    return math.sqrt(2) * statistics.median(errors) if errors else None
+
+
+def _relaunch_noise(groups: list[list[float]]) -> float | None:
+    repeated = [group for group in groups if len(group) > 1]
+    degrees = sum(len(group) - 1 for group in repeated)
+    if not degrees:
+        return None
+    squares = sum((len(group) - 1) * statistics.variance(group) for group in repeated)
+    return math.sqrt(2 * squares / degrees)
+
+
+def make_claims(records: Sequence[TrialRecord], goal: Goal, floor: float | None) -> tuple[Claim, ...]:
+    """Each finalist against the baseline, from confirmation launches.
+
+    The model is log value = configuration + round + noise, fitted by least squares, so that launches of one
+    round are compared with each other and a lost launch costs only itself. The interval is Student's t with
+    the pooled residual, at `ERROR_RATE` over all claims (Bonferroni).
+    """
+    home, values = baseline_id(records), worth(records, goal)
+    used = [r for r in records if r.role == "confirm" and r.number in values]
+    configs, rounds = sorted({r.config_id for r in used}), sorted({r.round or 0 for r in used})
+    finalists = [config for config in configs if config != home]
+    degrees = len(used) - len(configs) - len(rounds) + 1
+    if home not in configs or not finalists or degrees < 1:
+        return ()
+    design = np.zeros((len(used), len(configs) + len(rounds)))
+    for line, record in enumerate(used):
+        design[line, configs.index(record.config_id)] = 1
+        design[line, len(configs) + rounds.index(record.round or 0)] = 1
+    logs = np.log([values[r.number] for r in used]) * (1 if goal.maximize else -1)
+    inverse = np.linalg.pinv(design.T @ design)
+    fitted = inverse @ design.T @ logs
+    variance = float(np.sum((logs - design @ fitted) ** 2)) / degrees
+    quantile = _t_quantile(1 - ERROR_RATE / len(finalists) / 2, degrees)
+    claims = []
+    for config in finalists:
+        contrast = np.zeros(design.shape[1])
+        contrast[configs.index(config)], contrast[configs.index(home)] = 1, -1
+        middle, error = float(contrast @ fitted), math.sqrt(variance * float(contrast @ inverse @ contrast))
+        shared = sum(r.config_id == config for r in used)
+        claims.append(_claim(config, home, shared, (middle, error * quantile, error), floor))
+    return tuple(claims)
+
+
+def _claim(config: str, home: str, rounds: int, logs: tuple[float, float, float], floor: float | None) -> Claim:
+    middle, half, error = logs
+    found = Estimate(
+        value=math.expm1(middle),
+        n=rounds,
+        std=error * math.sqrt(rounds),
+        low=math.expm1(middle - half),
+        high=math.expm1(middle + half),
+    )
+    assert found.low is not None and found.high is not None
+    verdict: Literal["better", "worse", "no difference"] = "no difference"
+    if found.low > 0 and found.value > (floor or 0.0):
+        verdict = "better"
+    elif found.high < 0:
+        verdict = "worse"
+    interval = f"{found.value:+.1%} ({found.low:+.1%} to {found.high:+.1%}) over {rounds} rounds"
+    noise = "" if floor is None else f", noise floor {floor:.1%}"
+    return Claim(config_id=config, against=home, rounds=rounds, gain=found, verdict=verdict, text=f"{interval}{noise}")
+
+
+def _t_quantile(probability: float, degrees: int) -> float:
+    from scipy.special import stdtrit  # half a second, needed only once figures exist
+
+    return float(stdtrit(degrees, probability))
+
+
+def _choose(ranking: Sequence[Row], claims: Sequence[Claim], noise: Noise) -> tuple[Row | None, bool, str]:
+    """Winner, whether it is confirmed, and the reason."""
+    able = [row for row in ranking if row.reason is None and row.values[0] is not None]
+    base = next((row for row in ranking if row.is_baseline), None)
+    if base is None or base.values[0] is None:
+        return None, False, "the baseline has no figures, so nothing can be said to beat it"
+    if not able:
+        return None, False, f"no trial may win; the baseline: {base.reason}"
+    if base.reason is not None:
+        return able[0], _tested(able[0], claims), f"the baseline may not win ({base.reason}); this is the best that may"
+    challengers = [row for row in able if not row.is_baseline]
+    if not challengers:
+        return base, False, "no other configuration gave figures that may win"
+    if claims:
+        return _by_claims(base, challengers, claims)
+    return _unconfirmed(base, challengers, noise)
+
+
+def _tested(row: Row, claims: Sequence[Claim]) -> bool:
+    return any(claim.config_id == row.config_id for claim in claims)
+
+
+def _by_claims(base: Row, challengers: list[Row], claims: Sequence[Claim]) -> tuple[Row, bool, str]:
+    by_id = {row.config_id: row for row in challengers}
+    standing = [claim for claim in claims if claim.config_id in by_id]
+    better = [claim for claim in standing if claim.verdict == "better"]
+    if better:
+        best = max(better, key=lambda claim: claim.gain.value)
+        return by_id[best.config_id], True, f"confirmed against the baseline: {best.text}"
+    if not standing:
+        return base, True, "every finalist failed, broke a limit or was not lossless when it was launched again"
+    closest = max(standing, key=lambda claim: claim.gain.value)
+    return base, True, f"no difference that holds: {by_id[closest.config_id].words} {closest.text}; the baseline stays"
+
+
+def _unconfirmed(base: Row, challengers: list[Row], noise: Noise) -> tuple[Row, bool, str]:
+    """Without confirmation the bar is what luck alone could give the best of so many trials."""
+    best, bar = (
+        challengers[0],
+        (noise.floor or ASSUMED_NOISE) * statistics.NormalDist().inv_cdf(1 - ERROR_RATE / 2 / len(challengers)),
+    )
+    ahead = best.gain or 0.0
+    if ahead > bar:
+        return best, False, f"unconfirmed: {ahead:+.1%} in the search, above the {bar:.1%} that luck could give"
+    return base, False, f"unconfirmed: the best of {len(challengers)} is {ahead:+.1%}, luck could give {bar:.1%}"
+
+
+def pareto(ranking: Sequence[Row], goals: Sequence[Goal]) -> tuple[Row, ...]:
+    """The rows that no other row beats in every goal; with one goal, the best row."""
+    able = [row for row in ranking if row.reason is None]
+    points = [
+        [(v.value if g.maximize else -v.value) if v else -math.inf for v, g in zip(r.values, goals, strict=True)]
+        for r in able
+    ]
+
+    def dominated(point: list[float]) -> bool:
+        return any(all(a >= b for a, b in zip(other, point, strict=True)) and other != point for other in points)
+
+    return tuple(row for row, point in zip(able, points, strict=True) if not dominated(point))
+
+
+def _failures(records: Sequence[TrialRecord]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for record in records:
+        if record.status == "failed":
+            name = record.failure.failure_class.value if record.failure else "unknown"
+            found[name] = (*found.get(name, ()), record.number)
+    return found
