@@ -4,60 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from serve.embedded.telemetry import Tally
+from serve.embedded.records import Ask, Outcome, Step, Tally, Token
 from serve.embedded.text import TextStream
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One request, checked and tokenized. `temperature` 0 is greedy; `logprobs` None asks for none."""
-
-    prompt_ids: tuple[int, ...]
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """An output token. `top` holds (token, logprob) pairs, likeliest first."""
-
-    id: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one decode step added; its text may lag behind its tokens (see `TextStream`)."""
-
-    text: str
-    tokens: tuple[Token, ...]
-    tally: Tally
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a request ended. `matched` is the stop string or end token that did it."""
-
-    finish_reason: Literal["stop", "length", "abort"]
-    matched: str | int | None
-    text: str  # what was held back until now
-    tally: Tally
 
 
 class _Recorder:
@@ -184,12 +141,15 @@ class Engine:
         dtype = DTYPES[args.dtype]
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
         self._model: Any = _load(model, dtype)
+        self.vocab_size: int = self._model.config.vocab_size
         self.context_length = self._context_length()
         # Emptied, so that nothing but the request decides how it is decoded.
         loaded, self._model.generation_config = self._model.generation_config, GenerationConfig()
         self.end_ids = _end_ids(loaded, self.tokenizer)
         self._draft = None if draft is None else self._load_draft(draft, dtype)
         self._lookup = _lookup(args)
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.version = f"transformers {transformers.__version__}"
         self._run: _Run | None = None
         self._count_candidates()
 
@@ -202,7 +162,7 @@ class Engine:
 
     def _load_draft(self, folder: Path, dtype: torch.dtype) -> Any:
         draft = _load(folder, dtype)
-        sizes = self._model.config.vocab_size, draft.config.vocab_size
+        sizes = self.vocab_size, draft.config.vocab_size
         if sizes[0] != sizes[1]:
             raise ValueError(
                 "STANDALONE needs a draft model of the same vocabulary as the target model, "
@@ -249,7 +209,7 @@ class Engine:
 
     def _generation_config(self, ask: Ask) -> GenerationConfig:
         # An id past the vocabulary never comes: that is how an end token is ignored.
-        never = self._model.config.vocab_size
+        never = self.vocab_size
         end_ids = [never] if ask.ignore_eos else sorted(self.end_ids) or [never]
         config = GenerationConfig(max_new_tokens=ask.max_tokens, eos_token_id=end_ids, pad_token_id=end_ids[0])
         config.update(**self._lookup)

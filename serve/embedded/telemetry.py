@@ -6,40 +6,17 @@ The worker thread writes, the event loop reads; each field is replaced whole, so
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """Counts of one request so far. The speculative ones are None without speculation."""
-
-    prompt_tokens: int
-    completion_tokens: int = 0
-    verify_steps: int | None = None
-    correct_drafts: int | None = None
-    proposed_drafts: int | None = None
-
-    def spec_details(self) -> dict[str, int | float]:
-        """SGLang's per-request fields; empty without speculation."""
-        if not self.verify_steps or self.correct_drafts is None or self.proposed_drafts is None:
-            return {}
-        details: dict[str, int | float] = {
-            "spec_accept_length": self.completion_tokens / self.verify_steps,
-            "spec_num_correct_drafts": self.correct_drafts,
-            "spec_num_proposed_drafts": self.proposed_drafts,
-            "spec_verify_ct": self.verify_steps,
-        }
-        if self.proposed_drafts:
-            details["spec_accept_rate"] = self.correct_drafts / self.proposed_drafts
-        return details
+from serve.embedded.records import Tally
 
 
 @dataclass(slots=True)
 class _Window:
-    """Decode steps since the last log line."""
+    """Decode steps since the last log line; `seconds` leaves out prefills and idle time."""
 
-    since: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
     steps: int = 0
     tokens: int = 0
     correct: int = 0
@@ -59,10 +36,11 @@ class Telemetry:
         self._accept_rate: float | None = None
         self._flushed_verify = self._flushed_tokens = 0
         self._window = _Window()
+        self._last_step = time.monotonic()
 
     def prefilled(self, prompt_tokens: int, seconds: float, queued: int) -> str:
-        """The log line of a prefill; a new decode window starts here."""
-        self._window = _Window()
+        """The log line of a prefill."""
+        self._last_step = time.monotonic()
         return (
             f"Prefill batch, #new-seq: 1, #new-token: {prompt_tokens}, #cached-token: 0, token usage: 0.00, "
             f"#running-req: 0, #queue-req: {queued}, #pending-token: 0, cuda graph: False, "
@@ -71,7 +49,9 @@ class Telemetry:
 
     def decoded(self, before: Tally, after: Tally, queued: int) -> str | None:
         """Count one decode step; every so many steps, return a log line."""
-        window = self._window
+        window, now = self._window, time.monotonic()
+        window.seconds += now - self._last_step
+        self._last_step = now
         window.steps += 1
         window.tokens += after.completion_tokens - before.completion_tokens
         window.correct += (after.correct_drafts or 0) - (before.correct_drafts or 0)
@@ -79,14 +59,13 @@ class Telemetry:
         return self._line(window, after, queued) if window.steps == self._log_interval else None
 
     def _line(self, window: _Window, tally: Tally, queued: int) -> str:
-        now = time.monotonic()
-        self.gen_throughput = window.tokens / (now - window.since)
+        self.gen_throughput = window.tokens / max(window.seconds, 1e-9)
         spec = ""
         if self._speculative:
             self._accept_length = window.tokens / window.steps
             self._accept_rate = window.correct / window.proposed if window.proposed else 0.0
             spec = f"accept len: {self._accept_length:.2f}, accept rate: {self._accept_rate:.2f}, "
-        self._window = _Window(since=now)
+        self._window = _Window()
         held = tally.prompt_tokens + tally.completion_tokens
         return (
             f"Decode batch, #running-req: 1, #token: {held}, token usage: {held / self._context_length:.2f}, {spec}"
