@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
+from pipeline.ablation import Effect
 from pipeline.anatomy import Anatomy, CollectiveShare, WhatIf
 from pipeline.config import Frozen
 from pipeline.profile import StepProfile
@@ -64,16 +65,6 @@ class Point(Frozen):
     accept_length: float | None = None
     verify_steps: int | None = None
     speedup: float | None = None  # of tok/s, against the baseline at this level
-
-
-class Effect(Frozen):
-    """What undoing one of the winner's settings did."""
-
-    setting: str
-    trial: int
-    value: Estimate | None
-    change: float | None  # share of the winner's value that is lost (< 0) or gained (> 0) by undoing it
-    verdict: str
 
 
 class FailureLine(Frozen):
@@ -153,9 +144,10 @@ class Report(Frozen):
     effects: tuple[Effect, ...] = ()
     failures: tuple[FailureLine, ...] = ()
     claims: tuple[str, ...] = ()
+    front: str = ""  # what the Pareto front weighs, in words
     anatomies: tuple[Anatomy, ...] = ()
+    subject: Anatomy | None = None  # the one that the what-if table is about
     what_if: WhatIf | None = None
-    what_if_of: str | None = None
     collectives: CollectiveShare | None = None
     misfits: tuple[str, ...] = ()
     profiles: tuple[StepProfile, ...] = ()
