@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pipeline.ablation import TOGETHER, Effect, effects, settings_of, undo, without
+from pipeline.ablation import TOGETHER, Effect, settings_of
+from pipeline.closing import Closing
 from pipeline.config import EngineConfig
-from pipeline.goals import StopRule, ceilings, launched, value_of, why_not, worth
+from pipeline.goals import StopRule, ceilings, launched, value_of, why_not
 from pipeline.lessons import LeftRegion, busy_seconds, left_regions, observations
 from pipeline.records import Role, Status, TrialRecord
 from pipeline.sampling import Point, Sampler, Space
-from pipeline.selection import ASSUMED_NOISE, Row, measure_noise, rank
 from pipeline.spec import ObjectiveSpec, SearchSpec
 
 BASELINE_TRIES = 2
@@ -150,7 +150,7 @@ class Proposer:
 
     def effects(self) -> tuple[Effect, ...]:
         """What each setting of the ablated configuration is worth."""
-        return effects(self._records, self.objective, self._effect_noise())
+        return self._view().effects()
 
     def launches_left(self) -> int | None:
         """Launches still to come, for an ETA; None where the budget does not say."""
@@ -200,40 +200,43 @@ class Proposer:
         return Wait() if self._pending else None
 
     def _ablation(self) -> Proposal | Wait | None:
-        leader = self._leader()
-        if not self.search.ablate or leader is None:
+        view = self._view()
+        leader = view.leader() if self.search.ablate else None
+        if leader is None:
             return None
-        if not any(r.role == "ablation" and r.undone is None for r in self._of(leader.config_id)):
-            return self._once("ablation", leader)
-        for name, config in self._undone(leader).items():
-            if not self._settled(name, config):
-                proposal = self._launch_undone(name, config)
-                if proposal:
-                    return proposal
+        if not self._ablated(leader, None):
+            return self._launch("ablation", leader)
+        for name, config in view.undone(leader).items():
+            proposal = None if self._ablated(config, name) else self._undo(config, name)
+            if proposal:
+                return proposal
         if self._pending:
             return Wait()
-        simple, dropped = self._simplified(leader)
-        if simple is None or self._of(simple.config_id):
+        simple = view.simplified(leader)
+        if simple is None or self._of(simple[0].config_id):
             return None
-        return self._launch("ablation", simple, undone=TOGETHER.join(dropped))
+        return self._launch("ablation", simple[0], undone=TOGETHER.join(simple[1]))
+
+    def _ablated(self, config: EngineConfig, name: str | None) -> bool:
+        """True when the ledger has, or will have, the configuration without that setting."""
+        ours: list[TrialRecord | Proposal] = [*self._records, *self._pending.values()]
+        return any(r.role == "ablation" and r.undone == name and r.config_id == config.config_id for r in ours)
+
+    def _undo(self, config: EngineConfig, name: str) -> Proposal | None:
+        if broken := self._check(config):
+            reason = f"{broken[0].rule}: {broken[0].reason}"
+            self._note("ablation", config, "pruned", {}, reason=reason, undone=name)
+        elif same := self._of(config.config_id):
+            self._note("ablation", config, "reused", {}, reused_from=same[0].number, undone=name)
+        else:
+            return self._launch("ablation", config, undone=name)
+        return None
 
     def _confirmation(self) -> Proposal | Wait | None:
         if self._pending:
             return Wait()  # in turns: the launches of a round are comparable because nothing else ran
-        finalists = self._finalists() if self.search.confirm_rounds else []
-        lineup = [*finalists, self.baseline]
-        count = self.search.confirm_rounds if finalists else 1
-        done = [r for r in self._records if r.role == "confirm"]
-        first = self._first_round(done, {config.config_id for config in lineup})
-        for turn in range(count):
-            # Turning the order round cancels a steady drift; the baseline is last of all.
-            order = lineup if (count - 1 - turn) % 2 == 0 else lineup[::-1]
-            for config in order:
-                here = [r for r in done if r.config_id == config.config_id]
-                out = any(why_not(r, self.objective) for r in here) and config != self.baseline
-                if not out and not any(r.round == first + turn for r in here):
-                    return self._launch("confirm", config, round_=first + turn)
-        return None
+        found = self._view().next_confirmation(self.search.confirm_rounds)
+        return self._launch("confirm", found[0], round_=found[1]) if found else None
 
     # -- search
 
@@ -281,7 +284,7 @@ class Proposer:
         able = [r for r in self._records if why_not(r, self.objective) is None and launched(r)]
         values = [value.value for record in able if (value := value_of(record, goal))]
         best = (max(values) if goal.maximize else min(values)) if values else None
-        return StopRule(self.objective, best, self._effect_noise(), ceilings(able, goal))
+        return StopRule(self.objective, best, self._view().noise, ceilings(able, goal))
 
     def _search_over(self) -> str | None:
         """Why the search has ended, None while it goes on."""
@@ -308,94 +311,17 @@ class Proposer:
         return done + sum(p.role in ("seed", "search") for p in self._pending.values())
 
     def _closing_launches(self) -> int:
-        """Launches that ablation and confirmation take, as far as is known now."""
-        leader = self._leader()
-        ablation = len(self._undone(leader)) + 2 if leader and self.search.ablate else 0
+        """Launches that ablation and confirmation take in all, as far as is known now."""
+        view = self._view()
+        leader = view.leader() if self.search.ablate else None
+        ablation = len(view.undone(leader)) + 2 if leader else 0
         return ablation + max(1, 3 * self.search.confirm_rounds)
 
-    # -- closing
-
-    def _opened(self) -> list[TrialRecord]:
-        """The records before confirmation: what it decides must not move while it runs."""
-        return [record for record in self._records if record.role != "confirm"]
-
-    def _rows(self) -> list[Row]:
-        """Configurations of the search that beat the baseline, best first."""
-        rows = rank([r for r in self._opened() if r.role != "ablation"], self.objective)
-        return [r for r in rows if r.reason is None and not r.is_baseline and r.gain is not None and r.gain > 0]
-
-    def _leader(self) -> EngineConfig | None:
-        for row in self._rows():
-            launches = [r for r in self._opened() if r.config_id == row.config_id and launched(r)]
-            if not any(why_not(record, self.objective) for record in launches):
-                return launches[0].config
-        return None
-
-    def _undone(self, leader: EngineConfig) -> dict[str, EngineConfig]:
-        """Per setting, the canonical configuration without it; settings that change nothing are left out."""
-        found = {name: self._canonical(config) for name, config in undo(leader, self.baseline).items()}
-        return {name: config for name, config in found.items() if config != leader}
-
-    def _settled(self, name: str, config: EngineConfig) -> bool:
-        """True when the ledger says what the configuration without the setting does."""
-        mine: list[TrialRecord | Proposal] = [*self._records, *self._pending.values()]
-        return any(r.role == "ablation" and r.undone == name and r.config_id == config.config_id for r in mine)
-
-    def _launch_undone(self, name: str, config: EngineConfig) -> Proposal | None:
-        broken, same = self._check(config), self._of(config.config_id)
-        if broken:
-            reason = f"{broken[0].rule}: {broken[0].reason}"
-            self._note("ablation", config, "pruned", {}, reason=reason, undone=name)
-        elif same:
-            self._note("ablation", config, "reused", {}, reused_from=same[0].number, undone=name)
-        else:
-            return self._launch("ablation", config, undone=name)
-        return None
-
-    def _once(self, role: Role, config: EngineConfig) -> Proposal | Wait:
-        running = any(p.role == role and p.config == config for p in self._pending.values())
-        return Wait() if running else self._launch(role, config)
-
-    def _simplified(self, leader: EngineConfig) -> tuple[EngineConfig | None, list[str]]:
-        """The leader with every setting that did not earn its place at its default; None when all did."""
-        dropped = [effect.setting for effect in self.effects() if not effect.kept]
-        simple = self._canonical(without(leader, self.baseline, dropped))
-        if not dropped or self._check(simple) or simple in (leader, self.baseline):
-            return None, dropped
-        return simple, dropped
-
-    def _finalists(self) -> list[EngineConfig]:
-        """The winner, simplified where that costs nothing beyond noise, and the runner-up."""
-        leader = self._leader()
-        if leader is None:
-            return []
-        rows = {row.config_id: row for row in rank(self._opened(), self.objective)}
-        best = leader
-        simple = self._simplified(leader)[0] if self.search.ablate else None
-        if simple is not None and self._as_good(rows.get(simple.config_id)):
-            best = simple
-        others = [row for row in self._rows() if row.config_id not in (leader.config_id, best.config_id)]
-        return [best] + [self._of(row.config_id)[0].config for row in others[:1]]
-
-    def _as_good(self, row: Row | None) -> bool:
-        """True when the simplified configuration is within noise of the freshly launched leader."""
-        again = [r for r in self._opened() if r.role == "ablation" and r.undone is None]
-        values = worth(self._opened(), self.objective.goals[0])
-        if row is None or row.reason is not None or row.values[0] is None or again[-1].number not in values:
-            return False
-        behind = values[again[-1].number] / row.values[0].value - 1
-        return (behind if self.objective.goals[0].maximize else -behind) <= self._effect_noise()
-
-    def _effect_noise(self) -> float:
-        return max(measure_noise(self._opened(), self.objective.goals[0]).floor or 0.0, ASSUMED_NOISE)
-
-    def _first_round(self, done: Sequence[TrialRecord], lineup: set[str]) -> int:
-        """The first round of this line-up; rounds of other finalists, from before an extension, do not count."""
-        by_round: dict[int, set[str]] = {}
-        for record in done:
-            by_round.setdefault(record.round or 0, set()).add(record.config_id)
-        fitting = [number for number, configs in by_round.items() if configs <= lineup]
-        return min(fitting) if fitting else max(by_round, default=0) + 1
+    def _view(self) -> Closing:
+        return Closing(
+            self._records, self.objective, self.baseline, lambda config: not self._check(config), self._canonical,
+            self.search.ablate,
+        )  # fmt: skip
 
     # -- ledger
 

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
+from pipeline.ablation import settings_of
 from pipeline.config import Frozen
 from pipeline.goals import gain, launched, value_of, why_not, worth
 from pipeline.metrics import estimate
@@ -32,6 +33,7 @@ class Row(Frozen):
 
     config_id: str
     words: str
+    settings: int  # how many are stated: the fewer, the simpler
     trials: tuple[int, ...]
     values: tuple[Estimate | None, ...]
     gain: float | None = None  # share ahead of the baseline in the first goal
@@ -137,6 +139,7 @@ def _row(
     return Row(
         config_id=launches[0].config_id,
         words=launches[0].config.words(),
+        settings=len(settings_of(launches[0].config)),
         trials=tuple(record.number for record in launches),
         values=figures,
         gain=gain(first.value, base.value, spec.goals[0]) if first and base else None,
@@ -252,7 +255,7 @@ def _choose(ranking: Sequence[Row], claims: Sequence[Claim], noise: Noise) -> tu
     if not challengers:
         return base, False, "no other configuration gave figures that may win"
     if claims:
-        return _by_claims(base, challengers, claims)
+        return _by_claims(base, challengers, claims, noise.floor or 0.0)
     return _unconfirmed(base, challengers, noise)
 
 
@@ -260,12 +263,14 @@ def _tested(row: Row, claims: Sequence[Claim]) -> bool:
     return any(claim.config_id == row.config_id for claim in claims)
 
 
-def _by_claims(base: Row, challengers: list[Row], claims: Sequence[Claim]) -> tuple[Row, bool, str]:
+def _by_claims(base: Row, challengers: list[Row], claims: Sequence[Claim], noise: float) -> tuple[Row, bool, str]:
     by_id = {row.config_id: row for row in challengers}
     standing = [claim for claim in claims if claim.config_id in by_id]
     better = [claim for claim in standing if claim.verdict == "better"]
     if better:
-        best = max(better, key=lambda claim: claim.gain.value)
+        top = max(claim.gain.value for claim in better)
+        level = [claim for claim in better if top - claim.gain.value <= max(noise, ASSUMED_NOISE)]
+        best = min(level, key=lambda claim: (by_id[claim.config_id].settings, -claim.gain.value))
         return by_id[best.config_id], True, f"confirmed against the baseline: {best.text}"
     if not standing:
         return base, True, "every finalist failed, broke a limit or was not lossless when it was launched again"
