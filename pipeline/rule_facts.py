@@ -120,10 +120,10 @@ class Facts:
                 return value if equals else ("" if following.startswith("--") else following)
         return None
 
-    def number(self, *names: str) -> int:
-        """The whole number that a flag gives, 1 where it is absent or no number."""
+    def number(self, *names: str, absent: int = 1) -> int:
+        """The whole number that a flag gives, `absent` where there is none."""
         text = self.flag(*names) or ""
-        return int(text) if text.isdecimal() else 1
+        return int(text) if text.isdecimal() else absent
 
     @property
     def attention_dp(self) -> bool:

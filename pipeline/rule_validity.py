@@ -135,8 +135,8 @@ def _ngram_corpus(facts: Facts) -> str | None:
     ngram = facts.ngram
     if ngram is None or not ngram.external_corpus_path:
         return None
-    budget, tokens = facts.number("--speculative-ngram-external-sam-budget"), ngram.num_draft_tokens or 12
-    return f"a corpus budget of {budget} for {tokens} draft tokens" if budget > tokens - 1 else None
+    budget, room = facts.number("--speculative-ngram-external-sam-budget", absent=0), (ngram.num_draft_tokens or 12) - 1
+    return None if 1 <= budget <= room else f"a corpus budget of {budget} for {room} drafts"
 
 
 def _fusion(facts: Facts) -> str | None:
@@ -251,7 +251,12 @@ RULES = (
     Rule("attention-dp", "SGLang refuses it", "read", _attention_dp),
     Rule("pipeline-parallel", "SGLang speculates over pipeline stages with EAGLE only", "read", _pipeline),
     Rule("ngram-torch-native", "the server reports startup and dies in its warm-up", "read", _ngram_backend),
-    Rule("ngram-corpus-budget", "the corpus may fill at most num_draft_tokens - 1 nodes", "read", _ngram_corpus),
+    Rule(
+        "ngram-corpus-budget",
+        "--speculative-ngram-external-sam-budget must be 1 to num_draft_tokens - 1",
+        "read",
+        _ngram_corpus,
+    ),
     Rule(
         "fusion-sm",
         "FlashInfer all-reduce fusion requires SM90 or SM10x; SGLang raises in the worker",

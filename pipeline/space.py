@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, PositiveInt
 
@@ -70,8 +70,15 @@ class Overrides:
         for flag, value in [*counts, ("--time-budget", self.hours)]:
             if value is not None and not value > 0:
                 raise InputError(f"{value} does not fit", key=flag, expected="a number above 0")
-        if self.engine not in (None, "auto", "sglang", "embedded"):
-            raise InputError(f"no engine {self.engine!r}", key="--engine", expected="auto, sglang or embedded")
+        _one_of("--engine", self.engine, ("auto", "sglang", "embedded"))
+        _one_of("--sampler", self.sampler, get_args(SamplerName))
+
+
+def _one_of(flag: str, value: str | None, valid: tuple[str, ...]) -> None:
+    if value is not None and value not in valid:
+        raise InputError(
+            f"{value!r} does not fit", key=flag, expected="one of " + ", ".join(valid), nearest=nearest(value, valid)
+        )
 
 
 class _Rules(Frozen):

@@ -24,6 +24,7 @@ Key = tuple[str | int, ...]
 M = TypeVar("M", bound=BaseModel)
 
 _MAX_NODES = 100_000  # aliases of aliases can make a small file endless
+_TAGS = {"map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value"}  # what YAML guesses
 _SWITCH_WORDS = {"on", "off", "yes", "no"}
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
@@ -139,6 +140,8 @@ class _Reader:
             raise self._error(node, key, "an alias that contains itself")
         if len(self.lines) > _MAX_NODES:
             raise self._error(node, key, f"more than {_MAX_NODES} values")
+        if node.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS:
+            raise self._error(node, key, f"the tag {node.tag} is not supported")
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, key)
         self._open.add(id(node))
@@ -171,8 +174,6 @@ class _Reader:
         return value
 
     def _scalar(self, node: yaml.ScalarNode, key: Key) -> Any:
-        if node.tag.startswith("!") or node.tag == "tag:yaml.org,2002:binary":
-            raise self._error(node, key, f"the tag {node.tag} is not supported")
         text = node.value
         if node.style is not None:  # quoted or a block: text, whatever it looks like
             return text
