@@ -108,6 +108,15 @@ class Study:
             key = ".".join(map(str, first["loc"])) or None
             raise InputError(str(first["msg"]), source=str(self.ledger), line=number, key=key) from None
 
+    def reference(self) -> str | None:
+        """The baseline's greedy answers as JSON; None before there are any."""
+        file = self.folder / "reference.json"
+        return file.read_text() if file.is_file() else None
+
+    def write_reference(self, text: str) -> None:
+        """Store the baseline's greedy answers."""
+        _replace(self.folder / "reference.json", text)
+
     def lock(self) -> None:
         """Hold the study for this process, until it ends.
 
@@ -125,6 +134,13 @@ class Study:
         text = self.ledger.read_text()
         if text and not text.endswith("\n"):
             _replace(self.ledger, text[: text.rfind("\n") + 1])
+
+
+def finished_studies(root: Path = RUNS) -> list[dict[str, Any]]:
+    """The facts of every study under `root` that came to its end, the newest first."""
+    files = sorted(root.glob("*/study.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    found = [json.loads(file.read_text()) for file in files]
+    return [facts for facts in found if facts.get("finished")]
 
 
 def _fresh(root: Path, name: str) -> Path:

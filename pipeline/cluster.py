@@ -1,0 +1,80 @@
+"""A Ray cluster for the length of a study: a local one that goes with the driver, or one that is there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import PreflightError
+
+SLOT = "engine_slot"  # one a node: a trial has the node's GPUs to itself
+_QUIET = {
+    # Ray reads these when it is imported or started.
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # ours ends the trials and takes the engines down
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+}
+
+
+@contextmanager
+def cluster(address: str | None, gpus: int) -> Iterator[tuple[str, ...]]:
+    """Yield the addresses of the nodes that may run trials.
+
+    Args:
+        address: a running cluster whose nodes were started with the resource `engine_slot`; None makes
+            a local one, without a dashboard, on loopback, that ends with this process.
+        gpus: GPUs of this machine, for a local cluster.
+
+    Raises:
+        PreflightError: the cluster cannot be reached, or none of its nodes has a slot.
+    """
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    try:
+        ray.init(**_options(address, gpus))
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise PreflightError(f"no Ray cluster{f' at {address}' if address else ''}: {error}") from error
+    try:
+        nodes = tuple(n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"] and n["Resources"].get(SLOT))
+        if not nodes:
+            raise PreflightError(f"no node of {address} has a slot; start each with --resources='{{\"{SLOT}\": 1}}'")
+        yield nodes
+    finally:
+        _leave(ray, local=address is None)
+
+
+def _options(address: str | None, gpus: int) -> dict[str, Any]:
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+    if address is not None:
+        return {"address": address, **common}
+    # The repository goes to the workers' path as it is here: nothing is copied, nothing must be installed.
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return {
+        **common,
+        "num_cpus": max(2, os.cpu_count() or 1),
+        "num_gpus": gpus,
+        "resources": {SLOT: 1},
+        "include_dashboard": False,
+        "runtime_env": {"env_vars": {"PYTHONPATH": path}},
+    }
+
+
+def _leave(ray: Any, *, local: bool) -> None:
+    if local and ray.is_initialized():
+        from ray import serve
+
+        serve.shutdown()
+    ray.shutdown()

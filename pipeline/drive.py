@@ -1,0 +1,257 @@
+"""The driver of a study: preflight, cluster, search, outcome. What `pipeline.tune` does after checking its input."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import InputError
+from pipeline.live import Board
+from pipeline.store import Study
+from pipeline.tracking import MlflowTracker, NullTracker, Tracker, default_uri
+
+if TYPE_CHECKING:
+    from pipeline.engine_space import Space
+    from pipeline.proposer import Proposal, Proposer
+    from pipeline.records import Topology, TrialRecord
+    from pipeline.search import Adapter, Bench
+    from pipeline.selection import Selection
+    from pipeline.space import EngineChoice, Overrides
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request for a study."""
+
+    study: str
+    space_file: Path
+    space: Space
+    choice: EngineChoice
+    topology: Topology
+    release: str | None
+    overrides: Overrides
+    runs: Path
+    resume: str | None = None
+    tracking_uri: str | None = None
+    address: str | None = None
+    stop_after_s: float | None = None
+    as_json: bool = False
+
+    @property
+    def gpus_per_trial(self) -> int:
+        """GPUs that a trial holds."""
+        return self.space.tensor_parallel_size if self.space.engine == "sglang" else 0
+
+
+def drive(job: Job) -> Study:
+    """Run a study, or what is left of it, to its end; print and log the outcome.
+
+    An interrupt ends the trial in flight, takes its engine down and leaves a study that can be resumed.
+    """
+    from pipeline.topology import preflight
+
+    study = _study(job)
+    with Board(quiet=job.as_json) as board:
+        board.say(f"engine: {job.choice.engine} ({job.choice.reason})")
+        for name in job.space.dropped:
+            board.say(f"dropped: {name}")
+        for warning in preflight(job.gpus_per_trial, job.runs):
+            board.say(f"watch: {warning}")
+        fetch_models(job.space)
+        tracker = _tracker(job, study)
+        adapter = _run(job, study, board, tracker)
+        _close(study, adapter, tracker, board)
+    return study
+
+
+def fetch_models(space: Space) -> None:
+    """Have the weights here before the first trial, so that no launch pays for a download."""
+    from pipeline.models import MODELS, resolve
+
+    for name in (space.model, *space.draft_models.values()):
+        if name in MODELS:
+            resolve(name)
+
+
+def _study(job: Job) -> Study:
+    """The study to work on, locked: a new one, or the one to resume with the same space file."""
+    if job.resume is None:
+        study = Study.create(job.study, job.space_file, _facts(job), job.runs)
+        study.lock()
+        return study
+    study = Study.open(job.resume, job.runs)
+    study.lock()
+    study.mend()
+    if study.space_file.read_text() != job.space_file.read_text():
+        raise InputError(
+            f"{study.folder} was made with another space file", key="--resume",
+            expected=f"the same content as {study.space_file}",
+        )  # fmt: skip
+    return study
+
+
+def _facts(job: Job) -> dict[str, Any]:
+    from pipeline.facts import git_commit, versions
+
+    return {
+        "id": secrets.token_hex(6),
+        "engine": job.choice.engine,
+        "engine_reason": job.choice.reason,
+        "release": job.release,
+        "overrides": {name: value for name, value in asdict(job.overrides).items() if value is not None},
+        "objective": job.space.objective.model_dump(mode="json"),
+        "model": job.space.model,
+        "topology": job.topology.model_dump(mode="json"),
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "tags": {"engine": job.choice.engine, "engine_reason": job.choice.reason, "model": job.space.model},
+        "finished": False,
+    }
+
+
+def _tracker(job: Job, study: Study) -> Tracker:
+    if job.tracking_uri == "none":
+        return NullTracker()
+    tracker = MlflowTracker(study, job.tracking_uri or default_uri(job.runs))
+    tracker.open()
+    return tracker
+
+
+def _run(job: Job, study: Study, board: Board, tracker: Tracker) -> Adapter:
+    """Everything that needs Ray; whatever happens, no engine of the study outlives this."""
+    from pipeline.cluster import cluster
+    from pipeline.search import Adapter, Desk, run_search, sweep
+
+    with interrupts(), cluster(job.address, job.topology.gpu_count) as nodes:
+        bench = _bench(job, study)
+        desk = Desk(
+            study=study,
+            bench=bench,
+            keepers=(board.finish, tracker.trial),
+            on_start=lambda proposal, left: _show(board, proposal, left),
+            on_phase=lambda proposal, phase: board.phase(proposal.number, phase),
+        )
+        proposer = _proposer(job, study, nodes)
+        adapter = Adapter(proposer, desk, slots=len(nodes), stop_after_s=job.stop_after_s)
+        sweep(bench, nodes)  # what a driver that was killed left behind
+        try:
+            run_search(adapter, bench, study.folder)
+        except KeyboardInterrupt:
+            adapter.halted = "interrupted"
+        finally:
+            sweep(bench, nodes)
+        return adapter
+
+
+def _show(board: Board, proposal: Proposal, left: int | None) -> None:
+    board.expect(left)
+    board.start(proposal.number, proposal.role, proposal.config.words())
+
+
+def _bench(job: Job, study: Study) -> Bench:
+    from pipeline.ruler import MeasurePlan
+    from pipeline.search import Bench
+
+    facts = study.facts
+    return Bench(
+        study=study.name,
+        folder=str(study.folder.resolve()),
+        plan=MeasurePlan.from_space(job.space, salt=facts["id"]),
+        objective=job.space.objective,
+        limits=job.space.limits,
+        topology=job.topology,
+        facts={"versions": facts["versions"], "git_commit": facts["git_commit"]},
+    )
+
+
+def _proposer(job: Job, study: Study, nodes: tuple[str, ...]) -> Proposer:
+    from pipeline.proposer import Proposer
+
+    space, release, topology = job.space, job.release, job.topology
+    return Proposer(
+        space,
+        space.search,
+        space.objective,
+        check=lambda config: space.check(config, release, topology),
+        canonical=lambda config: space.canonical(config, release, topology).config,
+        records=study.records(),
+        study=study.name,
+        gpus_per_trial=job.gpus_per_trial,
+        nodes=nodes if len(nodes) > 1 else (),
+        extra_seeds=_earlier_winners(job),
+    )
+
+
+def _earlier_winners(job: Job) -> list[dict[str, Any]]:
+    """Points that won earlier studies of this model on this kind of machine, as far as they lie in this space."""
+    from pipeline.store import finished_studies
+
+    if not job.space.search.warm_start:
+        return []
+    same = {"model": job.space.model, "engine": job.choice.engine, "gpu_model": job.topology.gpu_model}
+    points = [facts["winner_params"] for facts in finished_studies(job.runs) if _same_machine(facts, same)]
+    return [point for point in points if job.space.contains(point) is None]
+
+
+def _same_machine(facts: dict[str, Any], same: dict[str, Any]) -> bool:
+    seen = {"model": facts["model"], "engine": facts["engine"], "gpu_model": facts["topology"].get("gpu_model")}
+    return bool(facts.get("winner_params")) and seen == same
+
+
+def _close(study: Study, adapter: Adapter, tracker: Tracker, board: Board) -> None:
+    """Write the report, tell MLflow, print. A study that is not over says how to go on."""
+    from pipeline.report import render, study_objective, study_report, write_html
+    from pipeline.selection import select
+
+    records = study.records()
+    selection = select(records, study_objective(study))
+    if adapter.done is not None:
+        ended = {"finished": True, "ended": adapter.done, **_winner(selection, records)}
+        study.write_facts({**study.facts, **ended})
+    report = study_report(study)
+    html = write_html(report, study.folder / "report.html")
+    tracker.finish(_outcome(selection), [html])
+    board.say(render(report, "text").rstrip("\n"))
+    board.say(f"\nreport: {html}\nMLflow: make ui, then open http://127.0.0.1:5000 (study {study.name})")
+    if adapter.done is None:
+        board.say(f"stopped: {adapter.halted}. Go on with: --resume {study.name}")
+
+
+def _winner(selection: Selection, records: list[TrialRecord]) -> dict[str, Any]:
+    if selection.winner is None:
+        return {}
+    won = selection.winner.config_id
+    params = next((record.params for record in records if record.config_id == won and record.params), None)
+    return {"winner": won, "winner_params": params}
+
+
+def _outcome(selection: Selection) -> dict[str, Any]:
+    winner = selection.winner
+    return {
+        "winner": winner.words if winner else None,
+        "why": selection.reason,
+        "noise_floor": selection.noise_floor,
+        "gain_over_baseline": winner.gain if winner else None,
+    }
+
+
+@contextmanager
+def interrupts() -> Iterator[None]:
+    """Make SIGTERM end a study as Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

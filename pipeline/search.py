@@ -1,0 +1,270 @@
+"""Runs the proposer under Ray Tune: one trial a node, each an engine deployed through Ray Serve.
+
+The proposer decides, the ledger remembers, Tune schedules. Tune's own state is never read back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from pydantic import TypeAdapter
+from ray import tune
+from ray.tune.search import Searcher as TuneSearcher
+
+from pipeline.cluster import SLOT
+from pipeline.lossless import GreedyOutput, Reference
+from pipeline.proposer import Done, Proposal, Proposer, Wait
+from pipeline.readback import read_back
+from pipeline.records import Failure, FailureClass, Topology, TrialRecord
+from pipeline.ruler import MeasurePlan, Ruler
+from pipeline.spec import Limits, ObjectiveSpec
+from pipeline.store import Study
+from pipeline.tokens import token_counter
+from pipeline.trial import Outcome, TrialRequest, judge, run_trial
+from serve.deployment import Deployed, EngineOptions, delete_app, stale_apps
+from serve.engines.logs import second_try
+from serve.process import reap
+
+log = logging.getLogger(__name__)
+
+_GREEDY = TypeAdapter(tuple[GreedyOutput, ...])
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every trial of a study shares: how to measure, where to write, which facts to record."""
+
+    study: str
+    folder: str
+    plan: MeasurePlan
+    objective: ObjectiveSpec
+    limits: Limits
+    topology: Topology
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def trial_dir(self, number: int) -> Path:
+        """The trial's folder on the node where it runs."""
+        return Path(self.folder) / "trials" / f"{number:03d}"
+
+
+def app_prefix(study: str) -> str:
+    """What the names of all of a study's Serve applications begin with."""
+    return f"trial-{study}-"
+
+
+def run_proposal(proposal: Proposal, bench: Bench, on_phase: Callable[[str], None]) -> Outcome:
+    """Run one proposal in this process; failures worth it get one second try, with what changed recorded."""
+    outcome = _attempt(proposal, bench, on_phase)
+    failure = outcome.record.failure
+    again = second_try(proposal.config, failure) if failure is not None else None
+    if again is None or failure is None:
+        return outcome
+    config, changed = again
+    on_phase(f"second try after {failure.failure_class}")
+    retried = _attempt(replace(proposal, config=config), bench, on_phase, suffix="retry")
+    note = f"second try after {failure.text()}; changed: {changed}"
+    notes = (*retried.record.notes, note)
+    return replace(retried, record=retried.record.model_copy(update={"notes": notes}))
+
+
+def _attempt(proposal: Proposal, bench: Bench, on_phase: Callable[[str], None], suffix: str = "") -> Outcome:
+    folder = bench.trial_dir(proposal.number) / suffix
+    options = EngineOptions(str(folder), bench.limits)
+    name = f"{app_prefix(bench.study)}{proposal.number:03d}{suffix}"
+    engine = Deployed(proposal.config, options, app_name=name)
+    ruler = Ruler(bench.plan, count_tokens=token_counter(proposal.config.model))
+    request = TrialRequest(
+        study=bench.study,
+        number=proposal.number,
+        role=proposal.role,
+        config=proposal.config,
+        params=dict(proposal.params),
+        objective=bench.objective,
+        topology=bench.topology,
+        stop_early=proposal.stop_early,
+        facts={**bench.facts, **proposal.facts, "node": _node_ip()},
+    )
+
+    def measure(base_url: str, **hooks: Any) -> Any:
+        measured = ruler.measure(base_url, baseline=proposal.role == "baseline", **hooks)
+        _write_traces(folder, measured.windows)
+        return measured
+
+    return run_trial(request, engine, measure, read_back, on_phase)
+
+
+def _write_traces(folder: Path, windows: dict[str, Any]) -> None:
+    """Keep raw timestamps beside the summaries, without the texts."""
+    adapter = TypeAdapter(Any)
+    with (folder / "traces.jsonl").open("wb") as out:
+        for level, repeats in windows.items():
+            for repeat, window in enumerate(repeats):
+                for trace in window.traces:
+                    line = {"level": level, "repeat": repeat, "trace": replace(trace, text=None)}
+                    out.write(adapter.dump_json(line) + b"\n")
+
+
+def _node_ip() -> str:
+    return str(ray.util.get_node_ip_address())
+
+
+def trainable(config: dict[str, Any], bench: Bench) -> None:
+    """Tune's function: run the proposal, report phases, then the record, once."""
+    outcome = run_proposal(config["proposal"], bench, lambda phase: tune.report({"phase": phase}))
+    greedy = _GREEDY.dump_json(outcome.greedy).decode()
+    tune.report({"record": outcome.record.model_dump_json(), "greedy": greedy})
+
+
+def sweep(bench: Bench, nodes: Sequence[str]) -> None:
+    """Take down whatever engines of this study are left, on every node: applications, then processes."""
+    for name in stale_apps(app_prefix(bench.study)):
+        delete_app(name)
+    clean = ray.remote(num_cpus=0)(_reap_trials)
+    ray.get([clean.options(resources={f"node:{node}": 0.001}).remote(bench.folder) for node in nodes], timeout=300)
+
+
+def _reap_trials(folder: str) -> None:
+    for trial in Path(folder).glob("trials/*"):
+        reap(trial)
+
+
+class Adapter(TuneSearcher):  # type: ignore[misc]  # Ray ships no types for it
+    """Tune's searcher: asks the proposer, hands records to the ledger, the tracker and the board."""
+
+    def __init__(self, proposer: Proposer, desk: Desk, *, slots: int, stop_after_s: float | None = None) -> None:
+        super().__init__()
+        self._proposer, self._desk, self._slots = proposer, desk, slots
+        self._began, self._stop_after_s = time.monotonic(), stop_after_s
+        self._live: dict[str, Proposal] = {}
+        self._longest_s = 0.0
+        self.done: str | None = None  # why the study is over
+        self.halted: str | None = None  # why this driver stopped before that
+
+    def suggest(self, trial_id: str) -> Any:
+        """The next proposal, None to wait, or Tune's word for the end."""
+        if self.halted is None and self._out_of_time():
+            self.halted = "the time for this run is over"
+        if self.halted is not None:
+            return None if self._live else TuneSearcher.FINISHED
+        if len(self._live) >= self._slots:
+            return None
+        answer = self._proposer.propose()
+        for record in self._proposer.drain():
+            self._desk.keep(record)
+        if isinstance(answer, Done):
+            self.done = answer.reason
+            return TuneSearcher.FINISHED
+        if isinstance(answer, Wait):
+            return None
+        self._live[trial_id] = answer
+        self._desk.started(answer, self._proposer.launches_left())
+        return {"proposal": answer}
+
+    def _out_of_time(self) -> bool:
+        if self._stop_after_s is None:
+            return False
+        return time.monotonic() - self._began + self._longest_s > self._stop_after_s
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        """Show the phase that a trial has entered."""
+        if "phase" in result and trial_id in self._live:
+            self._desk.phase(self._live[trial_id], result["phase"])
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Judge and keep the record; a trial that died without one gets one that says so."""
+        proposal = self._live.pop(trial_id, None)
+        if proposal is None:
+            return
+        if result and "record" in result:
+            outcome = Outcome(
+                TrialRecord.model_validate_json(result["record"]), _GREEDY.validate_json(result["greedy"])
+            )
+        else:
+            outcome = Outcome(self._desk.lost(proposal))
+        record = self._desk.judged(outcome)
+        self._longest_s = max(self._longest_s, sum(record.phases_s.values()))
+        self._desk.keep(record)
+        self._proposer.observe(record)
+        if record.failure is not None and record.failure.failure_class is FailureClass.TEARDOWN:
+            self.halted = f"trial {record.number} left something behind on {record.node}: {record.failure.cause}"
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing: the ledger is the state."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Nothing: the ledger is the state."""
+
+
+@dataclass
+class Desk:
+    """The driver's side of a trial: judge, store, track, show."""
+
+    study: Study
+    bench: Bench
+    keepers: Sequence[Callable[[TrialRecord], None]]
+    on_start: Callable[[Proposal, int | None], None]
+    on_phase: Callable[[Proposal, str], None]
+
+    def started(self, proposal: Proposal, left: int | None) -> None:
+        """Show a launch."""
+        self.on_start(proposal, left)
+
+    def phase(self, proposal: Proposal, phase: str) -> None:
+        """Show a phase."""
+        self.on_phase(proposal, phase)
+
+    def keep(self, record: TrialRecord) -> None:
+        """The ledger first; whatever else wants the record afterwards."""
+        self.study.append(record)
+        for keeper in self.keepers:
+            keeper(record)
+
+    def judged(self, outcome: Outcome) -> TrialRecord:
+        """The record with lossless check and sanity rules; the baseline's answers become the reference."""
+        if outcome.record.role == "baseline" and outcome.greedy:
+            self.study.write_reference(Reference.of(outcome.greedy).model_dump_json())
+        text = self.study.reference()
+        return judge(outcome, Reference.model_validate_json(text) if text else None)
+
+    def lost(self, proposal: Proposal) -> TrialRecord:
+        """The record of a trial whose own process died; its application is taken down."""
+        delete_app(f"{app_prefix(self.bench.study)}{proposal.number:03d}")
+        cause = "the trial's own process died before it could report"
+        failure = Failure(failure_class=FailureClass.KILLED, cause=cause, phase="trial")
+        return TrialRecord(
+            study=self.bench.study, number=proposal.number, role=proposal.role, status="failed",
+            config=proposal.config, config_id=proposal.config_id, params=dict(proposal.params), reason=cause,
+            failure=failure, topology=self.bench.topology, **{**self.bench.facts, **proposal.facts},
+        )  # fmt: skip
+
+
+def run_search(adapter: Adapter, bench: Bench, storage: Path) -> None:
+    """Drive the adapter with Ray Tune until it says that it is finished.
+
+    The trial holds the node's slot and no GPU: the deployment asks for those, and one that waited for
+    GPUs that its own trial holds would wait for ever.
+    """
+
+    def resources(config: dict[str, Any]) -> tune.PlacementGroupFactory:
+        node = config["proposal"].node
+        return tune.PlacementGroupFactory([{"CPU": 0, SLOT: 1, **({f"node:{node}": 0.001} if node else {})}])
+
+    tuner = tune.Tuner(
+        tune.with_resources(tune.with_parameters(trainable, bench=bench), resources),
+        tune_config=tune.TuneConfig(
+            search_alg=adapter,
+            num_samples=-1,
+            trial_name_creator=lambda trial: f"trial-{trial.trial_id}",
+            trial_dirname_creator=lambda trial: f"trial-{trial.trial_id}",
+        ),
+        run_config=tune.RunConfig(
+            name="tune", storage_path=str(storage), verbose=0, failure_config=tune.FailureConfig(max_failures=0)
+        ),
+    )
+    tuner.fit()

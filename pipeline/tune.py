@@ -1,0 +1,131 @@
+"""`python -m pipeline.tune SPACE`: search, confirm, report. The main job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipeline.cli import run_command
+
+if TYPE_CHECKING:
+    from pipeline.engine_space import Space
+    from pipeline.records import Topology
+    from pipeline.space import EngineChoice, SpaceSpec
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def tune(
+    space: Annotated[Path, typer.Argument(help="The space file, such as tune_spaces/verify.yaml.")],
+    engine: Annotated[str | None, typer.Option(help="auto, sglang or embedded; overrides the file.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder, hub id or small model's name.")] = None,
+    draft_model: Annotated[
+        list[str] | None, typer.Option(help="Draft model, as MODEL or ALGORITHM=MODEL; may be repeated.")
+    ] = None,
+    tensor_parallel_size: Annotated[int | None, typer.Option(help="GPUs an engine.")] = None,
+    concurrency: Annotated[list[int] | None, typer.Option(help="Load level; may be repeated.")] = None,
+    trials: Annotated[int | None, typer.Option(help="Launches of seeds and search.")] = None,
+    time_budget: Annotated[float | None, typer.Option(help="Hours until no new trial is started.")] = None,
+    stop_after: Annotated[
+        float | None, typer.Option(help="Seconds after which this driver starts no trial; --resume goes on.")
+    ] = None,
+    sampler: Annotated[str | None, typer.Option(help="tpe, gp, random, quasi-random or grid.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the search.")] = None,
+    resume: Annotated[str | None, typer.Option(help="Go on with a study: its folder, its name or `latest`.")] = None,
+    runs: Annotated[Path, typer.Option(help="Where studies are kept.")] = Path("runs"),
+    tracking_uri: Annotated[str | None, typer.Option(help="MLflow server; `none` tracks nothing.")] = None,
+    address: Annotated[str | None, typer.Option(help="A running Ray cluster; otherwise one is made here.")] = None,
+    dry_run: Annotated[bool, typer.Option(help="Check the file, count, estimate; start nothing.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
+) -> None:
+    """Find the fastest lossless configuration of a model on this machine."""
+    from pipeline.space import Overrides, load_space
+
+    overrides = Overrides(
+        engine=engine,
+        model=model,
+        draft_model=tuple(draft_model) if draft_model else None,
+        tensor_parallel_size=tensor_parallel_size,
+        concurrency=tuple(concurrency) if concurrency else None,
+        trials=trials,
+        hours=time_budget,
+        seed=seed,
+        sampler=sampler,  # type: ignore[arg-type]  # checked when the file is loaded
+    )
+    spec = load_space(space, overrides)
+    topology, release, choice, part = _resolve(spec, dry_run=dry_run)
+    if dry_run:
+        _print_plan(choice, part, release, topology, as_json=json_)
+        return
+    from pipeline.drive import Job, drive
+
+    study = drive(
+        Job(
+            study=spec.study,
+            space_file=space,
+            space=part,
+            choice=choice,
+            topology=topology,
+            release=release,
+            overrides=overrides,
+            runs=runs,
+            resume=resume,
+            tracking_uri=tracking_uri,
+            address=address,
+            stop_after_s=stop_after,
+            as_json=json_,
+        )
+    )
+    if json_:
+        from pipeline.report import render, study_report
+
+        typer.echo(render(study_report(study), "json"))
+
+
+def _resolve(spec: SpaceSpec, *, dry_run: bool) -> tuple[Topology, str | None, EngineChoice, Space]:
+    """Machine, release, engine and the engine's part of the space; every error before anything starts.
+
+    A dry run may assume the machine that the file states, so that a space can be checked anywhere.
+    """
+    from pipeline.models import known
+    from pipeline.space import EngineChoice, choose_engine
+    from pipeline.topology import probe
+    from serve.engines.sglang_flags import installed_release
+
+    topology, installed = probe(), installed_release()
+    stated = spec.file.sglang.topology if spec.file.sglang else None
+    if dry_run and spec.engine != "embedded" and topology.gpu_count == 0 and stated is not None:
+        choice = EngineChoice("sglang", "dry run on the machine that the file states")
+        topology = stated
+    else:
+        choice = choose_engine(spec.engine, topology, installed, spec.need_gpus)
+    part = spec.for_engine(choice.engine)
+    part.check_paths()
+    if choice.engine == "embedded" and not known(part.model):
+        from pipeline.errors import InputError, nearest
+        from pipeline.models import MODELS
+
+        raise InputError(
+            f"no model {part.model!r}", source=str(spec.path), key="embedded.model",
+            expected="a small model's name, a folder or a hub id", nearest=nearest(part.model, MODELS),
+        )  # fmt: skip
+    return topology, installed or part.release, choice, part
+
+
+def _print_plan(choice: EngineChoice, part: Space, release: str | None, topology: Topology, *, as_json: bool) -> None:
+    from pipeline.plan import plan_search
+
+    plan = plan_search(part, release, topology)
+    if as_json:
+        typer.echo(plan.model_dump_json(indent=2))
+        return
+    typer.echo(f"engine: {choice.engine} ({choice.reason})")
+    for line in plan.lines():
+        typer.echo(line)
+
+
+if __name__ == "__main__":
+    run_command(app)
