@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from serve.embedded.records import Ask, Outcome, Step, Tally, Token
 from serve.embedded.text import TextStream
@@ -44,8 +45,12 @@ class _Recorder:
         self._rows.clear()
 
 
+class _Done(Exception):  # noqa: N818 (an ending, not an error)
+    """Raised through `generate()`, whose own stopping criteria would cost one more pass."""
+
+
 class _Run:
-    """One request while it runs: streamer, stopping criterion and counter in one."""
+    """One request while it runs: takes the tokens, counts them, and says when to stop."""
 
     def __init__(self, ask: Ask, text: TextStream, end_ids: frozenset[int], speculative: bool) -> None:
         self.ask, self._text, self._end_ids = ask, text, end_ids
@@ -59,7 +64,11 @@ class _Run:
         self.cancelled: Callable[[], bool] = lambda: False
 
     def put(self, tokens: torch.Tensor) -> None:
-        """Take the tokens of one step from `generate()`; the first call brings the prompt."""
+        """Take the tokens of one step from `generate()`; the first call brings the prompt.
+
+        Raises:
+            _Done: at a stop string, an end token, or when the client went away.
+        """
         if not self._prompt_seen:
             self._prompt_seen = True
             return
@@ -76,6 +85,8 @@ class _Run:
         self._steps += 1
         self._correct += len(kept) - 1
         self.emit(Step(text, tuple(kept), self.tally()))
+        if self.matched is not None or self.cancelled():
+            raise _Done
 
     def end(self) -> None:
         """`generate()` is through; nothing to do."""
@@ -92,10 +103,6 @@ class _Run:
         text = self._text.push(token)
         self.matched = self._text.matched
         return text
-
-    def should_stop(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """Stop on a stop string, an end token, or a client that went away."""
-        return torch.full((input_ids.shape[0],), self.matched is not None or self.cancelled(), dtype=torch.bool)
 
     def tally(self) -> Tally:
         """The counts so far."""
@@ -137,10 +144,12 @@ class Engine:
 
     def __init__(self, model: Path, args: argparse.Namespace, draft: Path | None = None) -> None:
         torch.set_num_threads(args.threads)
+        transformers.logging.set_verbosity_error()  # it warns about its own draft loop at every request
+        transformers.logging.disable_progress_bar()
         self._args = args
         dtype = DTYPES[args.dtype]
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
         self._model: Any = _load(model, dtype)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
         self.vocab_size: int = self._model.config.vocab_size
         self.context_length = self._context_length()
         # Emptied, so that nothing but the request decides how it is decoded.
@@ -195,13 +204,12 @@ class Engine:
         seed = ask.seed if ask.seed is not None else self._args.random_seed
         torch.seed() if seed is None else torch.manual_seed(seed)
         ids = torch.tensor([ask.prompt_ids])
-        with torch.inference_mode():
+        with torch.inference_mode(), suppress(_Done):
             self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=self._generation_config(ask),
                 streamer=run,
-                stopping_criteria=[run.should_stop],
                 logits_processor=[] if run.recorder is None else [run.recorder],
                 assistant_model=self._draft,
             )
@@ -219,7 +227,8 @@ class Engine:
 
 
 def _load(folder: Path, dtype: torch.dtype) -> Any:
-    AutoConfig.from_pretrained(folder)  # the clearest error for a folder that holds no model
+    if not (folder / "config.json").is_file():
+        raise OSError(f"{folder} holds no model: it has no config.json")
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
