@@ -46,7 +46,7 @@ def undo(config: EngineConfig, baseline: EngineConfig) -> dict[str, EngineConfig
     The speculation algorithm as a whole is one setting, and so is each of its parameters: those go back
     to the algorithm's own default.
     """
-    return {name: without(config, baseline, (name,)) for name in _differing(config, baseline)}
+    return {name: without(config, baseline, (name,)) for name in differing(config, baseline)}
 
 
 def without(config: EngineConfig, baseline: EngineConfig, names: Iterable[str]) -> EngineConfig:
@@ -79,7 +79,8 @@ def _under(prefix: str, names: Iterable[str]) -> list[str]:
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
-def _differing(config: EngineConfig, baseline: EngineConfig) -> list[str]:
+def differing(config: EngineConfig, baseline: EngineConfig) -> list[str]:
+    """Names of the settings in which the two differ, speculation first."""
     top = [n for n in EngineConfig.model_fields if n not in _NOT_SETTINGS | {"env"} and _differ(config, baseline, n)]
     collectives = [
         f"collectives.{name}"
@@ -114,8 +115,9 @@ def _default_of(config: EngineConfig, baseline: EngineConfig) -> Any:
 
 def _default_drafting(config: EngineConfig, baseline: EngineConfig, names: list[str]) -> Any:
     default = _default_of(config, baseline)
-    fields = [field for name in names for field in (DRAFT_SHAPE if name == "shape" else (name,))]
-    return config.speculation.model_copy(update={field: getattr(default, field) for field in fields})
+    fields = {field for name in names for field in (DRAFT_SHAPE if name == "shape" else (name,))}
+    ours = fields & set(type(config.speculation).model_fields)  # another algorithm's settings are not there to undo
+    return config.speculation.model_copy(update={field: getattr(default, field) for field in ours})
 
 
 def effects(records: Sequence[TrialRecord], spec: ObjectiveSpec, noise: float) -> tuple[Effect, ...]:

@@ -121,6 +121,7 @@ class Proposer:
         )
         self._fallback = Sampler(space, "random", seed=search.seed + 1)
         self._exhausted: str | None = None
+        self._finished = False
         self.baseline = canonical(space.baseline())
 
     # -- what callers use
@@ -132,6 +133,7 @@ class Proposer:
             answer = phase()
             if answer is not None:
                 return answer
+        self._finished = True
         return Done(self._search_over() or "every phase is complete")
 
     def observe(self, record: TrialRecord) -> None:
@@ -153,8 +155,10 @@ class Proposer:
         return self._view().effects()
 
     def launches_left(self) -> int | None:
-        """Launches still to come, for an ETA; None where the budget does not say."""
+        """About how many launches are still to come, for an ETA; None where the budget does not say."""
         trials = self.search.budget.trials
+        if self._finished:
+            return 0
         if self._search_over() is None and trials is None:
             return None
         searching = 0 if self._search_over() or trials is None else trials - self._searched()

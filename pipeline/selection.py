@@ -15,8 +15,8 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from pipeline.ablation import settings_of
-from pipeline.config import Frozen
+from pipeline.ablation import differing
+from pipeline.config import EngineConfig, Frozen
 from pipeline.goals import gain, launched, value_of, why_not, worth
 from pipeline.metrics import estimate
 from pipeline.records import Estimate, TrialRecord
@@ -33,7 +33,7 @@ class Row(Frozen):
 
     config_id: str
     words: str
-    settings: int  # how many are stated: the fewer, the simpler
+    settings: int  # how many differ from the baseline's
     trials: tuple[int, ...]
     values: tuple[Estimate | None, ...]
     gain: float | None = None  # share ahead of the baseline in the first goal
@@ -117,7 +117,8 @@ def rank(records: Sequence[TrialRecord], spec: ObjectiveSpec) -> tuple[Row, ...]
     values = [worth(records, goal) for goal in spec.goals]
     home = baseline_id(records)
     base = _mean(by_config.get(home or "", []), values[0])
-    rows = [_row(launches, values, base, home, spec) for launches in by_config.values()]
+    baseline = next((record.config for record in records if record.config_id == home), None)
+    rows = [_row(launches, values, base, baseline, spec) for launches in by_config.values()]
     sign = -1 if spec.goals[0].maximize else 1
     return tuple(
         sorted(rows, key=lambda r: (r.reason is not None, sign * r.values[0].value if r.values[0] else math.inf))
@@ -130,7 +131,7 @@ def baseline_id(records: Iterable[TrialRecord]) -> str | None:
 
 
 def _row(
-    launches: list[TrialRecord], values: list[dict[int, float]], base: Estimate | None, home: str | None,
+    launches: list[TrialRecord], values: list[dict[int, float]], base: Estimate | None, baseline: EngineConfig | None,
     spec: ObjectiveSpec,
 ) -> Row:  # fmt: skip
     figures = tuple(_mean(launches, by_number) for by_number in values)
@@ -139,12 +140,12 @@ def _row(
     return Row(
         config_id=launches[0].config_id,
         words=launches[0].config.words(),
-        settings=len(settings_of(launches[0].config)),
+        settings=0 if baseline is None else len(differing(launches[0].config, baseline)),
         trials=tuple(record.number for record in launches),
         values=figures,
         gain=gain(first.value, base.value, spec.goals[0]) if first and base else None,
         reason=reasons[0] if reasons else None,
-        is_baseline=launches[0].config_id == home,
+        is_baseline=launches[0].config == baseline,
     )
 
 
@@ -255,7 +256,7 @@ def _choose(ranking: Sequence[Row], claims: Sequence[Claim], noise: Noise) -> tu
     if not challengers:
         return base, False, "no other configuration gave figures that may win"
     if claims:
-        return _by_claims(base, challengers, claims, noise.floor or 0.0)
+        return _by_claims(base, challengers, claims)
     return _unconfirmed(base, challengers, noise)
 
 
@@ -263,13 +264,13 @@ def _tested(row: Row, claims: Sequence[Claim]) -> bool:
     return any(claim.config_id == row.config_id for claim in claims)
 
 
-def _by_claims(base: Row, challengers: list[Row], claims: Sequence[Claim], noise: float) -> tuple[Row, bool, str]:
+def _by_claims(base: Row, challengers: list[Row], claims: Sequence[Claim]) -> tuple[Row, bool, str]:
     by_id = {row.config_id: row for row in challengers}
     standing = [claim for claim in claims if claim.config_id in by_id]
     better = [claim for claim in standing if claim.verdict == "better"]
     if better:
-        top = max(claim.gain.value for claim in better)
-        level = [claim for claim in better if top - claim.gain.value <= max(noise, ASSUMED_NOISE)]
+        top = max(better, key=lambda claim: claim.gain.value)
+        level = [claim for claim in better if claim.gain.value >= (top.gain.low or 0.0)]
         best = min(level, key=lambda claim: (by_id[claim.config_id].settings, -claim.gain.value))
         return by_id[best.config_id], True, f"confirmed against the baseline: {best.text}"
     if not standing:
