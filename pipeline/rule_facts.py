@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -178,10 +179,5 @@ def holds(rule: Rule | Rewrite, engine: EngineName, release: tuple[int, ...]) ->
 
 def release_numbers(text: str | None) -> tuple[int, ...]:
     """`0.5.17.post1` -> (0, 5, 17); unknown counts as the newest release that the rules were read in."""
-    numbers = []
-    for part in (text or "").split(".")[:3]:
-        digits = "".join(character for character in part if character.isdecimal())
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers) or NEWEST
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text or "")
+    return tuple(int(part) for part in found.groups("0")) if found else NEWEST
