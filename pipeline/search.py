@@ -134,7 +134,7 @@ def _reap_trials(folder: str) -> None:
         reap(trial)
 
 
-class Adapter(TuneSearcher):  # type: ignore[misc]  # Ray ships no types for it
+class Adapter(TuneSearcher):
     """Tune's searcher: asks the proposer, hands records to the ledger, the tracker and the board."""
 
     def __init__(self, proposer: Proposer, desk: Desk, *, slots: int, stop_after_s: float | None = None) -> None:

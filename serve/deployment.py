@@ -181,18 +181,20 @@ def application(config: EngineConfig, options: EngineOptions, **deployment_optio
     """The engine as a Serve application on the caller's node, holding one GPU a rank."""
     gpus = config.tensor_parallel_size if config.engine == "sglang" else 0
     here = f"node:{ray.util.get_node_ip_address()}"
-    deployment = serve.deployment(
-        EngineReplica,
-        name="engine",
-        num_replicas=1,
-        max_ongoing_requests=8,
-        health_check_period_s=5,
-        health_check_timeout_s=options.limits.generate_s + 30,
-        graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=options.limits.stop_s + options.limits.proof_s,
-        ray_actor_options={"num_cpus": 0, "num_gpus": gpus, "resources": {here: 0.001}},
-    ).options(**deployment_options)
-    return deployment.bind(config.model_dump(mode="json"), options)
+    settings: dict[str, Any] = {
+        "name": "engine",
+        "num_replicas": 1,
+        "max_ongoing_requests": 8,
+        "health_check_period_s": 5,
+        "health_check_timeout_s": options.limits.generate_s + 30,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "graceful_shutdown_timeout_s": options.limits.stop_s + options.limits.proof_s,
+        "ray_actor_options": {"num_cpus": 0, "num_gpus": gpus, "resources": {here: 0.001}},
+    }
+    app: serve.Application = serve.deployment(**settings | deployment_options)(EngineReplica).bind(
+        config.model_dump(mode="json"), options
+    )
+    return app
 
 
 def _deploy(app: serve.Application, name: str) -> Any:

@@ -1,0 +1,116 @@
+"""Records in a real MLflow store: what is logged, what is never logged, and that nothing is lost while it is down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import EngineConfig, NgramSpeculation
+from pipeline.records import Launch, TrialRecord
+from pipeline.store import Study
+from pipeline.tracking import MlflowTracker, NullTracker, launch_text, trial_metrics, trial_params, trial_tags
+from tests.fakes.toy_search import level, record
+
+CONFIG = EngineConfig(engine="embedded", model="m", speculation=NgramSpeculation(num_draft_tokens=4))
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Iterator[Study]:
+    space = tmp_path / "space.yaml"
+    space.write_text("study: s\n")
+    yield Study.create(f"s{tmp_path.name[-6:]}", space, {"id": tmp_path.name, "tags": {"engine": "embedded"}}, tmp_path)
+
+
+def figures(tok_per_s: float = 100.0) -> TrialRecord:
+    return record(1, CONFIG, tok_per_s, params={"speculation.NGRAM.num_draft_tokens": 4, "collectives.nccl_algo": None})
+
+
+def test_figures_go_under_workload_and_name_with_the_load_as_step() -> None:
+    metrics = {(key, step): value for key, value, step in trial_metrics(figures())}
+    assert metrics["extract/output_tok_per_s", 8] == 100.0
+    assert metrics["extract/p95_ttft_ms", 8] == 50.0
+    assert metrics["phase/launch_s", 0] == 60.0
+
+
+def test_what_is_unknown_is_absent_never_nan_or_zero() -> None:
+    keys = {key for key, _, _ in trial_metrics(figures())}
+    assert "extract/accept_length" not in keys
+    assert "extract/p99_ttft_ms" not in keys
+    odd = level(100.0).model_copy(update={"accept_rate": math.nan, "accept_length": math.inf})
+    spoiled = figures().model_copy(update={"measurement": figures().measurement.model_copy(update={"levels": (odd,)})})  # type: ignore[union-attr]
+    assert all(math.isfinite(value) for _, value, _ in trial_metrics(spoiled))
+
+
+def test_names_and_values_fit_mlflow() -> None:
+    params = trial_params(figures().model_copy(update={"params": {"sglang:spec": "x" * 9000}}))
+    assert params["sglang_spec"] == "x" * 9000  # cut when logged; the record has it all
+    assert trial_tags(figures(), "s")["mlflow.note.content"].startswith("**search**")
+
+
+def test_a_launch_is_a_script_to_paste() -> None:
+    launch = Launch(argv=("python", "-m", "x", "--name", "a b"), env={"NCCL_ALGO": "Ring"})
+    assert launch_text(figures().model_copy(update={"launch": launch})) == (
+        "NCCL_ALGO=Ring \\\npython -m x --name 'a b'\n"
+    )
+
+
+def test_trials_become_children_of_the_study_and_sync_adds_only_what_is_missing(study: Study, uri: str) -> None:
+    tracker = MlflowTracker(study, uri)
+    tracker.open()
+    study.append(figures())
+    tracker.trial(figures())
+    study.append(record(2, CONFIG, None))
+    assert tracker.sync() == 1
+    assert tracker.sync() == 0
+    runs = runs_of(study, uri)
+    parent = next(run for run in runs if run.data.tags["fastverify.trial"] == "study")
+    children = [run for run in runs if run is not parent]
+    assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
+    failed = next(run for run in children if run.data.tags["status"] == "failed")
+    assert failed.info.status == "FAILED"
+    assert failed.data.tags["failure_class"] == "collective"
+    assert "objective" not in failed.data.metrics
+
+
+def test_the_outcome_and_the_report_are_on_the_parent(study: Study, uri: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    report.write_text("<html></html>")
+    tracker = MlflowTracker(study, uri)
+    tracker.finish({"winner": "NGRAM", "noise_floor": 0.01, "gain_over_baseline": None}, [report])
+    (parent,) = runs_of(study, uri)
+    assert parent.data.metrics == {"noise_floor": 0.01}
+    assert parent.data.tags["winner"] == "NGRAM"
+    assert parent.info.status == "FINISHED"
+
+
+def test_mlflow_down_warns_and_loses_nothing(study: Study, uri: str, caplog: pytest.LogCaptureFixture) -> None:
+    tracker = MlflowTracker(study, "http://127.0.0.1:9")
+    tracker.open()
+    study.append(figures())
+    tracker.trial(figures())
+    assert "logs it later" in caplog.text
+    assert MlflowTracker(study, uri).sync() == 1
+
+
+def test_the_null_tracker_takes_everything() -> None:
+    tracker = NullTracker()
+    tracker.trial(figures())
+    tracker.finish({}, [])
+
+
+def runs_of(study: Study, uri: str) -> list:  # type: ignore[type-arg]
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("fastverify")
+    assert experiment is not None
+    return list(client.search_runs([experiment.experiment_id], f"tags.`fastverify.study` = '{study.name}'"))
