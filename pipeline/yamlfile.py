@@ -78,7 +78,8 @@ class Document:
 
     def _translated(self, error: ValidationError, data: Any, key: Key, model: type[BaseModel] | None) -> InputError:
         problems = [(key + _real_location(found["loc"], data, found["type"]), found) for found in error.errors()]
-        where, first = min(problems, key=lambda item: self.line(item[0]) or 0)
+        # A misspelt key is often missing too: name the misspelling.
+        where, first = min(problems, key=lambda item: (item[1]["type"] == "missing", self.line(item[0]) or 0))
         kind, context = first["type"], first.get("ctx", {})
         if kind == "extra_forbidden":
             return self.unknown(where, _fields_at(model, where[len(key) : -1]))
