@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from pipeline.config import DflashSpeculation, EngineConfig, Frozen, NoSpeculation
-from pipeline.records import LevelResult
 
 Bottleneck = Literal["step", "drafter", "none"]
 _WORTH = 1.02  # a gain below 2 % is not called one
@@ -182,25 +181,6 @@ def _lengths(top: int) -> list[float]:
     """About six accept lengths between 1 and `top`."""
     stride = max(1, round((top - 1) / 5))
     return [float(n) for n in (*range(1, top, stride), top)]
-
-
-def of_level(
-    config: EngineConfig, level: LevelResult, plain: LevelResult, resolved: Mapping[str, Any] | None = None
-) -> Anatomy | None:
-    """Dissect one measured level against the baseline's; None without an accept length or a fixed concurrency."""
-    if level.accept_length is None or level.level.concurrency is None or not plain.output_tok_per_s.value:
-        return None
-    if not level.output_tok_per_s.value:
-        return None
-    return dissect(
-        config.words(),
-        plain=plain.output_tok_per_s.value,
-        speculative=level.output_tok_per_s.value,
-        accept_length=level.accept_length,
-        streams=level.level.concurrency,
-        max_accepted=max_accept_length(config, resolved),
-        level=level.level.key,
-    )
 
 
 class CollectiveShare(Frozen):

@@ -153,10 +153,10 @@ def _lossless(winner: Ranked, grouped: facts.Launches) -> str | None:
 def _lossless_words(result: LosslessResult) -> str:
     same = f"{result.identical} of {result.prompts} greedy outputs equal the baseline's"
     if result.passed and not result.numerics:
-        return f"Lossless: {same}."
+        return f"Yes: {same}."
     if result.passed:
-        return f"Lossless: {same}; {result.numerics} part at a near-tie, within rounding."
-    return f"Not lossless: {same}, {result.wrong} are wrong."
+        return f"Yes: {same}; {result.numerics} part at a near-tie, within rounding."
+    return f"No: {same}, {result.wrong} are wrong."
 
 
 def _front(selection: Selection, measured: Sequence[Point], objective: ObjectiveSpec) -> tuple[set[str], str]:

@@ -24,13 +24,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, then sentences, tables and commands. `figure` names the plot that goes with it."""
+    """A heading, then sentences, tables and commands. `figures` names the plots that go with it."""
 
     title: str
     text: tuple[str, ...] = ()
     table: Table | None = None
     code: str | None = None
-    figure: str | None = None
+    figures: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
 
 
@@ -105,7 +105,7 @@ def _ranking(report: Report) -> Section | None:
         text=text + ((report.front,) if report.front else ()),
         table=Table(columns, rows, frozenset({0, 2, 3, 4}), strong),
         after=report.claims,
-        figure="throughput_latency",
+        figures=("throughput_latency",),
     )
 
 
@@ -156,32 +156,31 @@ def _effects(report: Report) -> Section | None:
 def _anatomy(report: Report) -> Section | None:
     if not report.anatomies:
         return None
-    columns = (
-        "configuration", "load", "plain step ms", "cycle ms", "accept length", "break-even", "speed-up",
-        "perfect drafter tok/s",
-    )  # fmt: skip
-    rows = tuple(
-        (
-            a.name,
-            a.level or "–",
-            figure(a.plain_step_ms),
-            figure(a.cycle_ms),
-            f"{a.accept_length:.2f}",
-            f"{a.break_even_accept_length:.2f}",
-            times(a.speedup),
-            figure(a.ceiling_tok_per_s),
-        )
-        for a in telling(report)
-    )
+    shown = telling(report)
+    loads = any(a.level for a in shown)
+    columns = ("plain step ms", "cycle ms", "accept length", "break-even", "speed-up", "perfect drafter tok/s")
+    columns = (*(("load",) if loads else ()), "configuration", *columns)
+    rows = tuple((*((a.level or "–",) if loads else ()), a.name, *_anatomy_cells(a)) for a in shown)
     return Section(
         "Anatomy of the verify step",
         text=(
             "Speculation pays where the accept length is above the break-even: the cycle (draft and verify) "
             "divided by a plain step.",
         ),
-        table=Table(columns, rows, frozenset(range(2, 8)), frozenset()),
+        table=Table(columns, rows, frozenset(range(len(columns) - 6, len(columns)))),
         after=(_sentence(report.subject),) if report.subject else (),
-        figure="break_even",
+        figures=("break_even", "cycle"),
+    )
+
+
+def _anatomy_cells(a: Anatomy) -> tuple[str, ...]:
+    return (
+        figure(a.plain_step_ms),
+        figure(a.cycle_ms),
+        f"{a.accept_length:.2f}",
+        f"{a.break_even_accept_length:.2f}",
+        times(a.speedup),
+        figure(a.ceiling_tok_per_s),
     )
 
 
@@ -254,7 +253,7 @@ def _profiles(report: Report) -> Section | None:
         "Where the milliseconds go",
         text=("One decode step by the torch profiler; the parts add up to it. Counts are of the target's pass.",),
         table=Table(columns, rows, frozenset(range(2, 11))),
-        figure="step_time",
+        figures=("step_time",),
     )
 
 
@@ -297,7 +296,7 @@ def _crossover_lines(load: LoadAdvice) -> tuple[str, ...]:
 def _parallel(report: Report) -> Section | None:
     if len(report.ranking) < 3:
         return None
-    return Section("Settings against speed", figure="parallel")
+    return Section("Settings against speed", figures=("parallel",))
 
 
 def _failures(report: Report) -> Section | None:
@@ -319,12 +318,13 @@ def _cost(report: Report) -> Section | None:
     cost = report.cost
     if cost is None:
         return None
-    return Section("What it took", text=(_cost_line(cost),), table=_phases(cost), figure="timeline")
+    return Section("What it took", text=(_cost_line(cost),), table=_phases(cost), figures=("timeline",))
 
 
 def _cost_line(cost: Cost) -> str:
     gpu = f", {cost.gpu_hours:.2f} GPU-hours" if cost.gpu_hours is not None else ""
-    saved = f"; {cost.reused} reused and {cost.pruned} pruned without a launch" if cost.reused + cost.pruned else ""
+    spared = [f"{n} {word}" for n, word in ((cost.reused, "reused"), (cost.pruned, "pruned")) if n]
+    saved = f"; {' and '.join(spared)} without a launch" if spared else ""
     return f"{cost.launches} launches, {cost.failed} of them failed, {cost.hours:.2f} hours{gpu}{saved}."
 
 

@@ -1,0 +1,234 @@
+"""Reports of studies whose truth is known."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import EngineConfig
+from pipeline.errors import InputError
+from pipeline.records import Estimate, FailureClass, Launch
+from pipeline.report import load_report, render, write_html
+from pipeline.reporting import loads
+from pipeline.reporting.command import pasteable
+from pipeline.reporting.compare import compare
+from pipeline.reporting.figures import figures
+from pipeline.reporting.html import render as render_html
+from pipeline.reporting.model import Point, Report
+from pipeline.reporting.sections import change, figure, spread
+from tests.fakes.fake_study import BASELINE, WINNER, FakeStudy, config, eagle, full_study, null_study
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return full_study().write(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def report(study: Path) -> Report:
+    return load_report(str(study))
+
+
+def test_the_first_screen_answers(report: Report) -> None:
+    verdict = report.verdict
+    assert verdict.winner == WINNER.config.words()
+    assert verdict.speedup == pytest.approx(1.70, abs=0.03)
+    assert verdict.speedup_low is not None and verdict.speedup_high is not None
+    assert 1 < verdict.speedup_low < verdict.speedup_high
+    assert verdict.noise_floor is not None and 0 < verdict.noise_floor < 0.02
+    assert verdict.lossless is not None and verdict.lossless.startswith("Yes: 15 of 16")
+    first_screen = render(report).split("Ranking")[0]
+    for part in ("winner", "baseline", "speed-up", "noise floor", "why", "lossless", "sglang.launch_server", "±"):
+        assert part in first_screen
+
+
+def test_ranking_has_one_row_a_configuration_with_figures(report: Report) -> None:
+    names = [row.name for row in report.ranking]
+    assert len(names) == len(set(names)) == 12
+    assert "no speculation nccl_algo=Tree" not in names
+    baseline = next(row for row in report.ranking if row.is_baseline)
+    assert len(baseline.trials) == 5 and baseline.speedup == pytest.approx(1)
+    assert baseline.accept_length is None
+
+
+def test_failures_are_listed_by_class_with_their_cause(report: Report) -> None:
+    assert {f.failure_class: f.count for f in report.failures} == {"collective": 1, "hang": 1}
+    assert "allreduce:tree" in report.failures[0].cause
+
+
+def test_cost_counts_launches_and_gpu_hours(report: Report) -> None:
+    cost = report.cost
+    assert cost is not None
+    assert (cost.launches, cost.reused, cost.failed) == (25, 1, 2)
+    assert cost.gpu_hours == pytest.approx(2 * cost.hours)
+
+
+def test_each_kept_setting_earns_its_place(report: Report) -> None:
+    effects = {effect.setting: effect for effect in report.effects}
+    assert effects["collectives.nccl_algo"].kept and effects["speculation"].kept
+    assert not effects["collectives.nccl_proto"].kept
+    assert effects["collectives.nccl_algo"].gain == pytest.approx(1 / 0.9 - 1, abs=0.02)
+
+
+def test_anatomies_recover_the_cost_model(report: Report) -> None:
+    found = next(a for a in report.anatomies if a.name == WINNER.config.words() and a.level == "chat.c1")
+    assert found.accept_length == pytest.approx(2.1)
+    assert found.break_even_accept_length == pytest.approx(1.45 * 0.9, rel=0.02)
+    assert found.max_accept_length == 4
+
+
+def test_no_winner_is_an_answer(tmp_path: Path) -> None:
+    report = load_report(str(null_study().write(tmp_path)))
+    assert report.verdict.headline == "No configuration beats the baseline: no speculation stays"
+    assert report.verdict.reason.startswith("No difference that holds")
+    assert report.effects == ()
+
+
+def test_a_study_without_a_baseline_figure_has_no_winner(tmp_path: Path) -> None:
+    study = FakeStudy("dead")
+    study.failed(config(), FailureClass.OOM_LOWER, "out of memory")
+    report = load_report(str(study.write(tmp_path)))
+    assert report.verdict.winner is None and report.verdict.headline == "No winner"
+    assert "No winner" in render(report) and "oom_lower" in render(report)
+    assert "No winner" in render_html(report)
+
+
+def test_an_interrupted_study_reports_what_there_is(tmp_path: Path) -> None:
+    study = FakeStudy("cut", loads=(1,))
+    study.trial(BASELINE, "baseline")
+    folder = study.write(tmp_path)
+    with (folder / "records.jsonl").open("a") as ledger:
+        ledger.write('{"study": "cut", "numb')
+    report = load_report(str(folder))
+    assert report.verdict.winner == "no speculation"
+    assert report.load is None and report.anatomies == ()
+
+
+def test_an_unknown_study_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no study at"):
+        load_report(str(tmp_path / "nowhere"))
+
+
+def test_json_is_the_report_itself(report: Report) -> None:
+    assert Report.model_validate_json(render(report, "json")) == report
+
+
+def test_markdown_tables_have_whole_rows(report: Report) -> None:
+    text = render(report, "markdown")
+    tables = [block for block in text.split("\n\n") if block.startswith("| ")]
+    assert len(tables) >= 6
+    for table in tables:
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
+        assert len(widths) == 1
+
+
+def test_the_page_is_whole_and_reads_nothing_from_the_network(report: Report, tmp_path: Path) -> None:
+    page = write_html(report, tmp_path / "deep" / "report.html").read_text()
+    outside = page.replace(page[page.index("<script>") : page.index('<script type="application/json"')], "")
+    assert not re.search(r"(src|href)=[\"']https?:", outside)
+    assert "@import" not in outside
+    drawn = json.loads(re.search(r'id="figures">(.*?)</script>', page, re.S)[1].replace("<\\/", "</"))  # type: ignore[index]
+    assert set(drawn) == {"throughput_latency", "break_even", "cycle", "parallel", "timeline"}
+    assert set(re.findall(r'data-figure="(\w+)"', page)) == set(drawn)
+
+
+def test_text_in_the_page_is_escaped(report: Report) -> None:
+    evil = report.model_copy(update={"title": "</script><script>alert(1)</script>"})
+    assert "<script>alert" not in render_html(evil)
+
+
+def test_figures_have_one_value_a_point(report: Report) -> None:
+    for drawn in figures(report).values():
+        for trace in drawn["data"]:
+            if "x" in trace:
+                assert len(trace["x"]) == len(trace["y"]) > 0
+
+
+def test_two_studies_are_compared_within_noise(report: Report, tmp_path: Path) -> None:
+    other = FakeStudy("other", seed=5)
+    other.trial(BASELINE, "baseline")
+    other.trial(BASELINE, "reference")
+    found = compare(report, load_report(str(other.write(tmp_path))))
+    by_name = {row.name: row for row in found.comparison}
+    assert by_name["no speculation"].verdict in ("within noise", "changed")
+    assert by_name["no speculation"].change == pytest.approx(0, abs=0.02)
+    assert by_name[WINNER.config.words()].verdict == "only in this study"
+    assert "Against other" in render(found)
+
+
+def test_the_command_can_be_pasted() -> None:
+    argv = ("/x/bin/python3.12", "-m", "sglang.launch_server", "--model-path", "a b", "--port", "41001", "--flag")
+    text = pasteable(Launch(argv=argv, env={"NCCL_ALGO": "allreduce:tree", "A": "x y"}))
+    stand_in = 'python3() { printf "%s|" "$A" "$NCCL_ALGO" "$@"; }\n'
+    shown = subprocess.run(["bash", "-c", stand_in + text], capture_output=True, text=True, check=True, timeout=20)
+    words = ["x y", "allreduce:tree", "-m", "sglang.launch_server", "--model-path", "a b", "--port", "30000", "--flag"]
+    assert shown.stdout.split("|")[:-1] == words
+
+
+def point(speculation: Any, load: int, rate: float, workload: str = "chat") -> tuple[EngineConfig, Point]:
+    made = config(speculation)
+    return made, Point(
+        config_id=made.config_id,
+        name=made.words(),
+        algorithm=made.speculation.algorithm,
+        level=f"{workload}.c{load}",
+        workload=workload,
+        concurrency=load,
+        tok_per_s=Estimate(value=rate),
+        speedup=1.0,
+    )
+
+
+def advise(*made: tuple[EngineConfig, Point]) -> loads.LoadAdvice:
+    configs = {made_config.config_id: made_config for made_config, _ in made}
+    found = loads.advise([p for _, p in made], configs, noise=0.02, static="x")
+    assert found is not None
+    return found
+
+
+def test_a_crossover_becomes_an_adaptive_configuration() -> None:
+    found = advise(
+        point(None, 1, 100), point(eagle(1), 1, 130), point(eagle(3), 1, 160), point(eagle(3, 8, 4), 1, 900),
+        point(None, 32, 2000), point(eagle(1), 32, 1985), point(eagle(3), 32, 1400), point(eagle(3, 8, 4), 32, 100),
+    )  # fmt: skip
+    assert [(c.below, c.above, c.inside_noise) for c in found.crossovers] == [(1, 32, False)]
+    # topk 4 is no candidate, however fast; depth 1 is within noise of plain decoding at 32 streams.
+    assert found.adaptive == {"1": {"candidate_steps": [3]}, "32": {"candidate_steps": [0, 1]}}
+
+
+def test_no_adaptive_configuration_without_eagle_or_without_a_choice() -> None:
+    from pipeline.config import NgramSpeculation
+
+    ngram = NgramSpeculation(num_draft_tokens=4)
+    none = advise(point(None, 1, 100), point(ngram, 1, 130), point(None, 8, 100), point(ngram, 8, 90))
+    assert none.adaptive is None and "EAGLE" in none.adaptive_note
+    same = advise(point(None, 1, 100), point(eagle(3), 1, 160), point(None, 8, 800), point(eagle(3), 8, 990))
+    assert same.adaptive is None and "Nothing to adapt" in same.adaptive_note
+
+
+def test_numbers_in_words() -> None:
+    assert (figure(None), figure(1234.4), figure(33.33), figure(0.0), figure(100.0)) == (
+        "–", "1,234", "33.3", "0.00", "100",
+    )  # fmt: skip
+    assert spread(Estimate(value=812.0)) == "812"
+    assert spread(Estimate(value=812.0, n=3, low=800.0, high=824.0)) == "812 ± 12"
+    assert change(-0.0001) == "+0.0%"
+
+
+def test_the_story_prints_its_lines() -> None:
+    out = subprocess.run(
+        [sys.executable, "-m", "pipeline.report", "story"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    said = " ".join(out.split())
+    for line in (
+        "plain step 12.2 ms", "cycle 33 ms", "break-even accept length 2.7",
+        "At a verify step of 30 ms: break-even 2.5", "ceiling of a perfect 3-token draft 133 tok/s", "The drafter is not the bottleneck",
+        "25 ms of all-reduces in a verify step", "does not fit a plain step of 12.2 ms with as many of them",
+    ):  # fmt: skip
+        assert line in said
