@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from pipeline.errors import FastverifyError
+from pipeline.errors import FastverifyError, InputError
 from serve.embedded.flags import parse
 from serve.embedded.records import Ask, Outcome, Step
 from serve.embedded.replies import Chat, Completion, Dialect, Json, Native, error_body
@@ -239,7 +239,11 @@ def _load(args: argparse.Namespace) -> Engine:
     from serve.embedded.engine import Engine
 
     draft = args.speculative_draft_model_path
-    return Engine(resolve(args.model_path), args, resolve(draft) if draft else None)
+    try:
+        folders = resolve(args.model_path), resolve(draft) if draft else None
+    except InputError as error:
+        raise OSError(str(error)) from error  # SGLang's word for it, which launchers look for
+    return Engine(folders[0], args, folders[1])
 
 
 async def _serve(server: Server, listener: socket.socket) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pipeline.config import DraftModelSpeculation, EngineConfig, NgramSpeculation, NoSpeculation
@@ -46,22 +46,27 @@ def plan(
     host: str = "127.0.0.1",
     gpu_ids: tuple[int, ...] = (),
     inherited: Mapping[str, str],
+    folder_of: Callable[[str], object] = str,
 ) -> Launch:
     """The server's command and what its environment adds; nothing is started.
+
+    Args:
+        folder_of: where a model named in the configuration lies on this machine.
 
     Raises:
         InputError: the configuration states what this engine does not have.
     """
     _refuse_unknown(config)
     settings: dict[str, str | int | None] = {
-        "model-path": config.model,
+        "model-path": str(folder_of(config.model)),
+        "served-model-name": config.model,
         "host": host,
         "port": port,
         "dtype": config.dtype,
         "context-length": config.context_length,
         # It runs one request at a time: as many as SGLang would run at once may wait here.
         "max-queued-requests": config.max_running_requests,
-        **_speculation(config),
+        **_speculation(config, folder_of),
     }
     flags = [part for name, value in settings.items() if value is not None for part in (f"--{name}", str(value))]
     return Launch(
@@ -73,7 +78,7 @@ def plan(
     )
 
 
-def _speculation(config: EngineConfig) -> dict[str, str | int | None]:
+def _speculation(config: EngineConfig, folder_of: Callable[[str], object]) -> dict[str, str | int | None]:
     match config.speculation:
         case NgramSpeculation() as ngram:
             return {
@@ -84,7 +89,7 @@ def _speculation(config: EngineConfig) -> dict[str, str | int | None]:
         case DraftModelSpeculation() as draft:
             return {
                 "speculative-algorithm": "STANDALONE",
-                "speculative-draft-model-path": draft.draft_model,
+                "speculative-draft-model-path": str(folder_of(draft.draft_model)) if draft.draft_model else None,
                 "speculative-num-steps": draft.num_steps,
                 "speculative-eagle-topk": draft.eagle_topk,
                 "speculative-num-draft-tokens": draft.num_draft_tokens,
