@@ -79,7 +79,7 @@ _DEGRADED = tuple(
         "fusion skipped": r"Skipping allreduce fusion",
         "custom all-reduce refused": r"(?:CustomAllreduce\w*|Custom \w*allreduce) is disabled",
         "custom all-reduce failed": r"Setup Custom allreduce failed",
-        "PCIe-IPC all-reduce skipped": r"no pcie_ipc_comm; falling|PCIe-IPC (?:workspace .*failed|all-?reduce (?:skipped|failed))",
+        "PCIe-IPC all-reduce skipped": r"no pcie_ipc_comm|PCIe-IPC (?:workspace .*failed|all-?reduce skipped)",
         "torch symmetric memory off": r"SymmMemCommunicator: .*not supported",
         "multimem all-gather off": r"multimem all-gather disabled",
         "speculation limits the batch": r"Max running requests is reset to",

@@ -55,7 +55,8 @@ def plan(
         InputError: something in `config` that this release of SGLang, or the site's policy, does not take.
     """
     kept = {name: value for name, value in SITE_POLICY.items() if inherited.get(name) == value}
-    args = [*_arguments(config, host, port, metrics), *config.extra_args]
+    place = {"--host": host, "--port": port, "--enable-metrics": metrics, "--decode-log-interval": DECODE_LOG_INTERVAL}
+    args = [*_words({**_asked(config), **place}), *config.extra_args]
     checked = sglang_flags.check_args(args, release)
     env = _environment(config, gpu_ids, release)
     _hold_policy(checked.args, env, kept)
@@ -75,41 +76,31 @@ def _command(command: Sequence[str] | None, inherited: Mapping[str, str]) -> Seq
     return given or (sys.executable, "-m", "sglang.launch_server")
 
 
-def _arguments(config: EngineConfig, host: str, port: int, metrics: bool) -> list[str]:
-    return _flags(
-        {
-            "--model-path": config.model,
-            "--host": host,
-            "--port": port,
-            "--tp-size": config.tensor_parallel_size,
-            **_speculation(config.speculation),
-            **_collectives(config.collectives),
-            "--attention-backend": config.attention_backend,
-            "--sampling-backend": config.sampling_backend,
-            "--dtype": config.dtype,
-            "--kv-cache-dtype": config.kv_cache_dtype,
-            "--load-format": config.load_format,
-            "--context-length": config.context_length,
-            # Explicit in every trial: under speculation SGLang would silently lower it to 48.
-            "--max-running-requests": config.max_running_requests,
-            "--mem-fraction-static": config.mem_fraction_static,
-            "--cuda-graph-max-bs-decode": config.cuda_graph_max_bs,
-            "--disable-prefill-cuda-graph": config.prefill_cuda_graph is False,
-            "--trust-remote-code": config.trust_remote_code,
-            "--enable-metrics": metrics,
-            "--decode-log-interval": DECODE_LOG_INTERVAL,
-        }
-    )
+def _asked(config: EngineConfig) -> dict[str, Any]:
+    """Every flag that the configuration states; None and False say nothing, True is the bare flag."""
+    return {
+        "--model-path": config.model,
+        "--tp-size": config.tensor_parallel_size,
+        **_speculation(config.speculation),
+        **_collectives(config.collectives),
+        "--attention-backend": config.attention_backend,
+        "--sampling-backend": config.sampling_backend,
+        "--dtype": config.dtype,
+        "--kv-cache-dtype": config.kv_cache_dtype,
+        "--load-format": config.load_format,
+        "--context-length": config.context_length,
+        # Explicit in every trial: under speculation SGLang would silently lower it to 48.
+        "--max-running-requests": config.max_running_requests,
+        "--mem-fraction-static": config.mem_fraction_static,
+        "--cuda-graph-max-bs-decode": config.cuda_graph_max_bs,
+        "--disable-prefill-cuda-graph": config.prefill_cuda_graph is False,
+        "--trust-remote-code": config.trust_remote_code,
+    }
 
 
-def _flags(values: Mapping[str, Any]) -> list[str]:
-    """None and False say nothing, True is the bare flag."""
-    words: list[str] = []
-    for name, value in values.items():
-        if value is None or value is False:
-            continue
-        words += [name] if value is True else [name, str(value)]
-    return words
+def _words(flags: Mapping[str, Any]) -> list[str]:
+    stated = {name: value for name, value in flags.items() if value is not None and value is not False}
+    return [word for name, value in stated.items() for word in ([name] if value is True else [name, str(value)])]
 
 
 def _speculation(spec: Speculation) -> dict[str, Any]:
@@ -209,3 +200,23 @@ def _scrubbed(inherited: Mapping[str, str], gpu_ids: Sequence[int], kept: Mappin
 def child_environment(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
     """The environment that the engine really gets: inherited, minus scrubbed, plus the configuration's."""
     return {name: value for name, value in inherited.items() if name not in launch.scrubbed} | launch.env
+
+
+def asked_not_got(config: EngineConfig, server_info: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that SGLang changed: its name of each, what was asked, what it resolved to.
+
+    A name that this release does not report is left out. `{}` for another engine.
+    """
+    if config.engine != "sglang":
+        return {}
+    asked = {flag[2:].replace("-", "_"): value for flag, value in _asked(config).items()}
+    asked = {name: value for name, value in asked.items() if value is not None and value is not False}
+    fusion, custom = config.collectives.flashinfer_fusion, config.collectives.custom_all_reduce
+    if fusion == "off":
+        asked["flashinfer_allreduce_fusion_backend"] = None
+    if custom:
+        asked["disable_custom_all_reduce"] = False
+    got = {name: server_info[name] for name in asked if name in server_info and name != "model_path"}
+    limits = [state.get("effective_max_running_requests_per_dp") for state in server_info.get("internal_states") or ()]
+    got |= {"max_running_requests": min(limits)} if limits and None not in limits else {}
+    return {name: (asked[name], value) for name, value in got.items() if asked[name] != value}
