@@ -19,7 +19,7 @@ from pipeline.engine_space import Space
 from pipeline.records import LoadLevel, Topology
 
 _LISTED = 40_000  # up to here every point is looked at, beyond it a sample is
-_SAMPLED = 20_000
+_SAMPLED = 10_000
 # Rough figures for the estimate before the first launch; after it, the study's own are used.
 _START_S = {"sglang": 90.0, "embedded": 15.0}
 _TOK_PER_S_A_STREAM = {"sglang": 60.0, "embedded": 17.0}

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, PositiveInt
 
-from pipeline import rules
+from pipeline import checkpoints, rules
 from pipeline.config import EngineName, Frozen
 from pipeline.dimensions import (
     ALGORITHM,
@@ -190,8 +190,8 @@ class _Builder:
     def build(self) -> Space:
         self.dropped: list[str] = []
         key, stated = self._stated_space()
-        fixed = self._fixed()
         algorithms = self._algorithms(stated, key)
+        fixed = self._fixed()
         dims = self._dimensions(flatten(self.document, stated, key), algorithms, fixed, key)
         self._refuse_lossy(fixed, dims)
         space = Space(
@@ -203,7 +203,7 @@ class _Builder:
             draft_models=self._draft_models(algorithms),
             dropped=tuple(self.dropped),
             release=self.section.release,
-            architecture=self.section.architecture,
+            architecture=self._architecture(),
             topology=self.section.topology,
             waived=self._waived(),
             **self._common(),
@@ -217,11 +217,10 @@ class _Builder:
         return (self.engine, "space"), self.section.space or {}
 
     def _lacks(self, name: str) -> str | None:
+        if name != ALGORITHM and name.startswith("speculation.") and name.split(".")[1] in self.lost:
+            return "its algorithm is dropped"
         if self.engine == "sglang":
             return None
-        algorithm = name.split(".")[1] if name.startswith("speculation.") else "none"
-        if name != ALGORITHM and algorithm not in _EMBEDDED_ALGORITHMS:
-            return f"the embedded engine has no {algorithm}"
         return None if name in _EMBEDDED_SETTINGS else "the embedded engine has no such setting"
 
     def _fixed(self) -> dict[str, tuple[Any, Key]]:
@@ -229,7 +228,7 @@ class _Builder:
         for name, key in flatten(self.document, self.section.fixed, (self.engine, "fixed")).items():
             reason = self._lacks(name)
             if reason:
-                self.dropped.append(f"{name}: {reason}")
+                self._drop(name, reason)
             else:
                 found[name] = (fixed_value(self.document, name, key), key)
         return found
@@ -240,10 +239,18 @@ class _Builder:
             raise self.document.error((*key, "speculation"), "an empty choice", expected="at least one algorithm")
         if not isinstance(branches, dict):
             return ()  # `flatten` says what is wrong
-        kept = [name for name in branches if self.engine == "sglang" or name in _EMBEDDED_ALGORITHMS]
-        lost = [name for name in branches if name not in kept]
-        self.dropped += [f"speculation.{name}: the embedded engine has no {name}" for name in lost]
-        return tuple(kept)
+        reasons = {name: self._lacks_algorithm(name) for name in branches}
+        self.lost = {name for name, reason in reasons.items() if reason}
+        self.dropped += [f"speculation.{name}: {reason}" for name, reason in reasons.items() if reason]
+        return tuple(name for name, reason in reasons.items() if not reason)
+
+    def _lacks_algorithm(self, name: str) -> str | None:
+        if self.engine == "embedded" and name not in _EMBEDDED_ALGORITHMS:
+            return f"the embedded engine has no {name}"
+        given = {text.rpartition("=")[0] for text in self._given_drafts()}
+        other_model = self.overrides.model not in (None, self.section.model)
+        foreign = other_model and name in self.section.draft_models and not given & {name, ""}
+        return f"its draft was made for {self.section.model}; give --draft-model {name}=MODEL" if foreign else None
 
     def _dimensions(
         self, keys: dict[str, Key], algorithms: tuple[str, ...], fixed: dict[str, tuple[Any, Key]], space_key: Key
@@ -277,13 +284,13 @@ class _Builder:
                 kept.append(dimension)
                 continue
             gone.add(dimension.name)
-            if not self._is_named(dimension.name):
-                self.dropped.append(f"{dimension.name}: {reason}")
+            self._drop(dimension.name, reason)
         return tuple(kept)
 
-    def _is_named(self, name: str) -> bool:
-        """True when the whole algorithm of this setting is already named as dropped."""
-        return any(name.startswith(entry.partition(":")[0] + ".") for entry in self.dropped)
+    def _drop(self, name: str, reason: str) -> None:
+        """Name what is dropped; a whole algorithm is named once."""
+        if not any(name.startswith(entry.partition(":")[0] + ".") for entry in self.dropped):
+            self.dropped.append(f"{name}: {reason}")
 
     def _refuse_lossy(self, fixed: dict[str, tuple[Any, Key]], dims: tuple[Dimension, ...]) -> None:
         if self.file.allow_lossy:
@@ -303,18 +310,26 @@ class _Builder:
         for name in self.section.draft_models:
             if name not in _CAN_DRAFT:
                 raise self.document.unknown((self.engine, "draft_models", name), list(_CAN_DRAFT))
-        given = self.overrides.draft_model or ()
         found = dict(self.section.draft_models)
         drafting = [name for name in algorithms if name in _CAN_DRAFT]
-        for text in (given,) if isinstance(given, str) else given:
+        for text in self._given_drafts():
             algorithm, _, model = text.rpartition("=")
             found[algorithm or _only(drafting, text)] = model
         return found
+
+    def _given_drafts(self) -> tuple[str, ...]:
+        given = self.overrides.draft_model or ()
+        return (given,) if isinstance(given, str) else given
 
     def _tensor_parallel_size(self) -> int:
         if self.engine == "embedded":
             return 1
         return self.overrides.tensor_parallel_size or self.section.tensor_parallel_size
+
+    def _architecture(self) -> str | None:
+        """The class of the model that is really used, as far as it can be told without the network."""
+        stated = None if self.overrides.model else self.section.architecture
+        return stated or checkpoints.architecture(self.overrides.model or self.section.model or "")
 
     def _waived(self) -> tuple[str, ...]:
         for index, name in enumerate(self.section.rules.allow):
@@ -342,7 +357,8 @@ class _Builder:
         return stated.model_copy(update=update)
 
     def _seeds(self, space: Space) -> tuple[Point, ...]:
-        return tuple(self._seed(space, seed, index) for index, seed in enumerate(self.section.seeds))
+        kept = [(index, seed) for index, seed in enumerate(self.section.seeds) if seed.get(ALGORITHM) not in self.lost]
+        return tuple(self._seed(space, seed, index) for index, seed in kept)
 
     def _seed(self, space: Space, stated: Point, index: int) -> Point:
         key: Key = (self.engine, "seeds", index)
