@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-from pydantic import Field, PositiveInt
+from typing import Any
 
 from pipeline import checkpoints, rules
-from pipeline.config import EngineName, Frozen
+from pipeline.config import EngineName
 from pipeline.dimensions import (
     ALGORITHM,
     Dimension,
@@ -26,7 +24,8 @@ from pipeline.dimensions import (
 from pipeline.engine_space import Space
 from pipeline.errors import InputError, nearest
 from pipeline.records import Topology
-from pipeline.spec import Limits, LoadSpec, ObjectiveSpec, SamplerName, SearchSpec, WorkloadSpec
+from pipeline.space_file import Overrides, Section, SpaceFile
+from pipeline.spec import SearchSpec
 from pipeline.yamlfile import Document, Key, load
 
 __all__ = ["EngineChoice", "Overrides", "Space", "SpaceSpec", "choose_engine", "load_space"]
@@ -48,79 +47,6 @@ _CAN_DRAFT = (*_NEED_DRAFT, "EAGLE", "NEXTN")
 
 
 @dataclass(frozen=True)
-class Overrides:
-    """What the command line says instead of the file; None leaves the file's word.
-
-    `draft_model` is one model, or several as `ALGORITHM=MODEL`.
-    """
-
-    engine: str | None = None
-    model: str | None = None
-    draft_model: str | tuple[str, ...] | None = None
-    tensor_parallel_size: int | None = None
-    concurrency: tuple[int, ...] | None = None
-    trials: int | None = None
-    hours: float | None = None
-    seed: int | None = None
-    sampler: SamplerName | None = None
-
-    def __post_init__(self) -> None:
-        counts = [("--tensor-parallel-size", self.tensor_parallel_size), ("--trials", self.trials)]
-        counts += [("--concurrency", count) for count in self.concurrency or ()]
-        for flag, value in [*counts, ("--time-budget", self.hours)]:
-            if value is not None and not value > 0:
-                raise InputError(f"{value} does not fit", key=flag, expected="a number above 0")
-        _one_of("--engine", self.engine, ("auto", "sglang", "embedded"))
-        _one_of("--sampler", self.sampler, get_args(SamplerName))
-
-
-def _one_of(flag: str, value: str | None, valid: tuple[str, ...]) -> None:
-    if value is not None and value not in valid:
-        raise InputError(
-            f"{value!r} does not fit", key=flag, expected="one of " + ", ".join(valid), nearest=nearest(value, valid)
-        )
-
-
-class _Rules(Frozen):
-    """Rules that this study waives by name, to see for itself what they warn of."""
-
-    allow: tuple[str, ...] = ()
-
-
-class _Section(Frozen):
-    """One engine's part of the file, as stated; `workload` to `search` replace the common ones."""
-
-    model: str | None = None
-    draft_models: dict[str, str] = Field(default_factory=dict)
-    tensor_parallel_size: PositiveInt = 1
-    release: str | None = None
-    architecture: str | None = None
-    topology: Topology | None = None
-    rules: _Rules = _Rules()
-    fixed: dict[str, Any] | None = None
-    space: dict[str, Any] | None = None
-    seeds: tuple[dict[str, Any], ...] = ()
-    workload: WorkloadSpec | None = None
-    load: LoadSpec | None = None
-    objective: ObjectiveSpec | None = None
-    limits: Limits | None = None
-    search: SearchSpec | None = None
-
-
-class _File(Frozen):
-    study: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    engine: Literal["auto", "sglang", "embedded"] = "auto"
-    allow_lossy: bool = False
-    sglang: _Section | None = None
-    embedded: _Section | None = None
-    workload: WorkloadSpec = WorkloadSpec()
-    load: LoadSpec = LoadSpec(concurrency=(1,))
-    objective: ObjectiveSpec = ObjectiveSpec()
-    limits: Limits = Limits()
-    search: SearchSpec = SearchSpec()
-
-
-@dataclass(frozen=True)
 class SpaceSpec:
     """A checked space file with the command line's overrides."""
 
@@ -130,7 +56,7 @@ class SpaceSpec:
     path: Path
     overrides: Overrides
     document: Document
-    file: _File
+    file: SpaceFile
 
     @property
     def need_gpus(self) -> int:
@@ -155,8 +81,8 @@ class SpaceSpec:
                 )  # fmt: skip
         return space
 
-    def _section(self, name: str) -> _Section:
-        section: _Section | None = getattr(self.file, name)
+    def _section(self, name: str) -> Section:
+        section: Section | None = getattr(self.file, name)
         if section is None:
             others = [other for other in ("sglang", "embedded") if getattr(self.file, other)]
             raise self.document.error((), f"no `{name}` part in this file", expected=f"--engine {others[0]}")
@@ -167,7 +93,7 @@ def load_space(path: Path | str, overrides: Overrides | None = None) -> SpaceSpe
     """Read and check a space file; every mistake is an InputError with file, line and key."""
     overrides = overrides or Overrides()
     document = load(path)
-    file = document.parse(_File, document.data)
+    file = document.parse(SpaceFile, document.data)
     if file.sglang is None and file.embedded is None:
         raise document.error((), "no engine in this file", expected="a part `sglang` or `embedded`")
     for name, section in (("sglang", file.sglang), ("embedded", file.embedded)):
@@ -182,8 +108,8 @@ class _Builder:
     """Turns one section into a `Space`."""
 
     document: Document
-    file: _File
-    section: _Section
+    file: SpaceFile
+    section: Section
     engine: Any
     overrides: Overrides
 

@@ -1,0 +1,88 @@
+"""A space file as it is stated, and what the command line says instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from pydantic import Field, PositiveInt
+
+from pipeline.config import Frozen
+from pipeline.errors import InputError, nearest
+from pipeline.records import Topology
+from pipeline.spec import Limits, LoadSpec, ObjectiveSpec, SamplerName, SearchSpec, WorkloadSpec
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What the command line says instead of the file; None leaves the file's word.
+
+    `draft_model` is one model, or several as `ALGORITHM=MODEL`.
+    """
+
+    engine: str | None = None
+    model: str | None = None
+    draft_model: str | tuple[str, ...] | None = None
+    tensor_parallel_size: int | None = None
+    concurrency: tuple[int, ...] | None = None
+    trials: int | None = None
+    hours: float | None = None
+    seed: int | None = None
+    sampler: SamplerName | None = None
+
+    def __post_init__(self) -> None:
+        counts = [("--tensor-parallel-size", self.tensor_parallel_size), ("--trials", self.trials)]
+        counts += [("--concurrency", count) for count in self.concurrency or ()]
+        for flag, value in [*counts, ("--time-budget", self.hours)]:
+            if value is not None and not value > 0:
+                raise InputError(f"{value} does not fit", key=flag, expected="a number above 0")
+        _one_of("--engine", self.engine, ("auto", "sglang", "embedded"))
+        _one_of("--sampler", self.sampler, get_args(SamplerName))
+
+
+def _one_of(flag: str, value: str | None, valid: tuple[str, ...]) -> None:
+    if value is not None and value not in valid:
+        raise InputError(
+            f"{value!r} does not fit", key=flag, expected="one of " + ", ".join(valid), nearest=nearest(value, valid)
+        )
+
+
+class RulesSpec(Frozen):
+    """Rules that this study waives by name, to see for itself what they warn of."""
+
+    allow: tuple[str, ...] = ()
+
+
+class Section(Frozen):
+    """One engine's part of the file, as stated; `workload` to `search` replace the common ones."""
+
+    model: str | None = None
+    draft_models: dict[str, str] = Field(default_factory=dict)
+    tensor_parallel_size: PositiveInt = 1
+    release: str | None = None
+    architecture: str | None = None
+    topology: Topology | None = None
+    rules: RulesSpec = RulesSpec()
+    fixed: dict[str, Any] | None = None
+    space: dict[str, Any] | None = None
+    seeds: tuple[dict[str, Any], ...] = ()
+    workload: WorkloadSpec | None = None
+    load: LoadSpec | None = None
+    objective: ObjectiveSpec | None = None
+    limits: Limits | None = None
+    search: SearchSpec | None = None
+
+
+class SpaceFile(Frozen):
+    """The whole file; the parts from `workload` to `search` hold for both engines unless a section replaces them."""
+
+    study: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    engine: Literal["auto", "sglang", "embedded"] = "auto"
+    allow_lossy: bool = False
+    sglang: Section | None = None
+    embedded: Section | None = None
+    workload: WorkloadSpec = WorkloadSpec()
+    load: LoadSpec = LoadSpec(concurrency=(1,))
+    objective: ObjectiveSpec = ObjectiveSpec()
+    limits: Limits = Limits()
+    search: SearchSpec = SearchSpec()
