@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pipeline.mlflow_view import summary_metrics, view_tag
 from pipeline.records import Distribution, LevelResult, TrialRecord
 from pipeline.store import RUNS, Study
 
@@ -91,6 +92,8 @@ class MlflowTracker:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
         from mlflow import MlflowClient
 
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        logging.getLogger("alembic").setLevel(logging.WARNING)
         self._client = client = MlflowClient(tracking_uri=self.uri)
         experiment = _experiment(client, self.uri)
         found = _search(
@@ -106,7 +109,8 @@ class MlflowTracker:
         assert self._client is not None
         run = self._client.create_run(experiment, tags=tags)
         self._client.log_artifact(run.info.run_id, str(self._study.space_file))
-        self._study.write_facts({**facts, "mlflow_run_id": run.info.run_id, "mlflow_uri": self.uri})
+        found = {"mlflow_run_id": run.info.run_id, "mlflow_uri": self.uri, "mlflow_experiment_id": experiment}
+        self._study.write_facts({**facts, **found})
         return str(run.info.run_id)
 
     def _log_trial(self, record: TrialRecord) -> None:
@@ -119,9 +123,11 @@ class MlflowTracker:
         }
         run_id = self._client.create_run(self._experiment, tags=tags).info.run_id
         stamp = int(self._study.ledger.stat().st_mtime * 1000)
+        first = next((r for r in self._study.records() if r.role == "baseline"), None)
+        summary = [(name, value, 0) for name, value in summary_metrics(record, first).items()]
         self._client.log_batch(
             run_id,
-            metrics=[Metric(key, value, stamp, step) for key, value, step in trial_metrics(record)],
+            metrics=[Metric(key, value, stamp, step) for key, value, step in [*trial_metrics(record), *summary]],
             params=[Param(key, value[:MAX_PARAM]) for key, value in trial_params(record).items()],
             tags=[RunTag(key, value) for key, value in trial_tags(record, self._study.name).items()],
         )
@@ -143,6 +149,7 @@ class MlflowTracker:
                 self._client.set_tag(self._parent, key, str(value)[:5000])
         for path in artifacts:
             self._client.log_artifact(self._parent, str(path))
+        self._client.set_experiment_tag(self._experiment, *view_tag(self._study.name, self._study.records()))
         self._client.set_terminated(self._parent)
 
     def sync(self) -> int:

@@ -176,6 +176,7 @@ class FakeStudy:
                 "role": role,
                 "config": configuration,
                 "config_id": configuration.config_id,
+                "params": _params(configuration),
                 "launch": self._launch(configuration, number),
                 "topology": gpu if self.gpu else Topology(cpu_count=2),
                 "engine_version": "0.5.17",
@@ -208,6 +209,14 @@ class FakeStudy:
         (folder / "space.yaml").write_text("study: gpu2\n")
         (folder / "records.jsonl").write_text("".join(r.model_dump_json() + "\n" for r in self.records))
         return folder
+
+
+def _params(configuration: EngineConfig) -> dict[str, Any]:
+    """The flat point that the sampler would have chosen."""
+    spec = configuration.speculation.model_dump(exclude_none=True, exclude={"draft_model", "adaptive"})
+    algorithm = spec.pop("algorithm")
+    chosen = {"speculation.algorithm": algorithm} | {f"speculation.{algorithm}.{k}": v for k, v in spec.items()}
+    return chosen | {f"collectives.{k}": v for k, v in configuration.collectives.model_dump(exclude_none=True).items()}
 
 
 def full_study(name: str = "gpu2", seed: int = 0) -> FakeStudy:
