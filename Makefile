@@ -52,7 +52,7 @@ ui: setup
 	$(BIN)/python -m pipeline.ui
 
 serve: setup
-	$(BIN)/python -m serve.app
+	$(BIN)/python -m serve $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .coverage*

@@ -13,9 +13,10 @@ import yaml
 from pydantic import PositiveInt
 from ray import serve
 
-from pipeline.config import EngineConfig, Frozen
+from pipeline.config import Frozen
 from pipeline.errors import InputError
 from serve.champion import Champion, ChampionSpec
+from serve.portable import portable
 
 APP_NAME = "champion"
 CHAMPION_FILE = Path("runs/champion.json")
@@ -62,14 +63,16 @@ class Service(Frozen):
 def champion(args: dict[str, str]) -> serve.Application:
     """Serve's application builder. `file` names a champion file; `from: user_config` is for a YAML that has it all."""
     if args.get("from") == "user_config":
-        return _deployment().bind()
+        bound: serve.Application = _deployment().bind()
+        return bound
     return application(Service.read(Path(args.get("file", CHAMPION_FILE))))
 
 
 def application(service: Service) -> serve.Application:
     """The application that serves `service`."""
     options = deployment_options(service)
-    return _deployment().options(**options, version=_CODE_VERSION, _internal=True).bind()
+    bound: serve.Application = _deployment().options(**options, version=_CODE_VERSION, _internal=True).bind()
+    return bound
 
 
 def _deployment() -> Any:
@@ -95,17 +98,29 @@ def deployment_options(service: Service) -> dict[str, Any]:
     }
 
 
+def portable_service(service: Service) -> Service:
+    """The service without anything of this machine in it: folders by name, logs under `runs`, loopback."""
+    spec = service.spec.model_copy(
+        update={
+            "config": portable(service.spec.config),
+            "folder": ChampionSpec.model_fields["folder"].default,
+            "bridge": None,
+        }
+    )
+    return Service(spec=spec, shape=service.shape.model_copy(update={"host": Shape().host}))
+
+
 def deploy_yaml(service: Service) -> str:
     """The champion for `serve deploy` on any cluster that has this package: no path or host of this machine.
 
     Raises:
-        InputError: the configuration names a file or folder of this machine.
+        InputError: the configuration names a path of this machine that nothing can replace.
     """
-    check_portable(service.spec.config)
+    service = portable_service(service)
     shape = service.shape
     document = {
         "proxy_location": "EveryNode",
-        "http_options": {"host": "127.0.0.1", "port": shape.port},
+        "http_options": {"host": shape.host, "port": shape.port},
         "applications": [
             {
                 "name": APP_NAME,
@@ -117,17 +132,3 @@ def deploy_yaml(service: Service) -> str:
         ],
     }
     return yaml.safe_dump(document, sort_keys=False)
-
-
-def check_portable(config: EngineConfig) -> None:
-    """Refuse absolute paths, which mean nothing elsewhere."""
-    found = [word for word in _words(config.model_dump(mode="json")) if Path(word).is_absolute()]
-    if found:
-        raise InputError(f"the configuration names a path of this machine: {found[0]}", expected="a hub id")
-
-
-def _words(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [word for part in inner for word in _words(part)]

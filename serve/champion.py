@@ -27,6 +27,7 @@ from pipeline.records import TeardownProof
 from pipeline.spec import Limits
 from serve.deployment import EngineOptions, EngineReplica
 from serve.keys import KeyRing
+from serve.portable import localized
 from serve.proxy import PassThrough, ProxySettings
 
 log = logging.getLogger("ray.serve")
@@ -130,7 +131,8 @@ class Champion:
         """Start an engine, wait until it has proven itself, and send requests to it."""
         self._launches += 1
         folder = Path(spec.folder) / f"{os.getpid()}-{self._launches:03d}"
-        make = partial(EngineReplica, spec.config.model_dump(mode="json"), EngineOptions(str(folder), spec.limits))
+        here = localized(spec.config).model_dump(mode="json")
+        make = partial(EngineReplica, here, EngineOptions(str(folder), spec.limits))
         engine: EngineReplica = await self._in_thread(make)
         while (state := engine.state())["resolved"] is None:
             if state["failure"] is not None:

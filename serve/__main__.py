@@ -1,0 +1,81 @@
+"""`python -m serve`: start a local cluster and serve the champion until interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipeline.cli import run_command
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    file: Annotated[Path, typer.Option(help="What to serve, as promotion wrote it.")] = Path("runs/champion.json"),
+    port: Annotated[int | None, typer.Option(help="Port; default: the file's.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to bind; default: the file's, loopback.")] = None,
+    haproxy: Annotated[bool, typer.Option(help="HAProxy in front of the replicas, instead of Serve's proxy.")] = True,
+) -> None:
+    """Serve the champion behind /v1 until Ctrl-C. API keys: FASTVERIFY_API_KEYS_FILE, see `python -m serve.keys`."""
+    _check(file)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    environment(port or 8000, haproxy=haproxy)
+    from serve.app import Service
+
+    service = Service.read(file)
+    where = {"port": port or service.shape.port, "host": host or service.shape.host}
+    _serve(service.model_copy(update={"shape": service.shape.model_copy(update=where)}), stop)
+
+
+def _check(file: Path) -> None:
+    """Complain before Ray is imported, which takes seconds."""
+    from pipeline.errors import InputError
+
+    if not file.is_file():
+        expected = "a file written by `python -m pipeline.promote`"
+        raise InputError("there is no champion yet", source=str(file), expected=expected)
+
+
+def environment(port: int, *, haproxy: bool = True) -> None:
+    """Set what Ray reads when it is imported. Ray's own ports are open to the network: a token guards them."""
+    from serve.environment import serve_environment
+
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    root = str(Path(__file__).resolve().parent.parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    os.environ.update(serve_environment(port, haproxy=haproxy))
+
+
+def _serve(service: Any, stop: threading.Event) -> None:
+    import ray
+    from ray import serve
+    from ray.serve.config import HTTPOptions
+
+    from serve.switching import put_in_service
+
+    shape = service.shape
+    # The slot lets `pipeline.promote --address auto` measure on this cluster.
+    ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False, resources={"engine_slot": 1})
+    try:
+        serve.start(http_options=HTTPOptions(host=shape.host, port=shape.port))
+        typer.echo(f"starting {service.spec.config.words()} ({service.spec.config.model}) …")
+        put_in_service(service)
+        typer.echo(f"serving http://{shape.host}:{shape.port}/v1 (Ctrl-C ends it)")
+        stop.wait()
+        typer.echo("draining …")
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    run_command(app)
