@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import InputError, nearest
+from pipeline.errors import nearest
 
 
 def is_path(model: str) -> bool:
@@ -14,17 +14,17 @@ def is_path(model: str) -> bool:
     return model.startswith(("/", "./", "../", "~"))
 
 
-def require_folder(model: str, key: str) -> None:
-    """Raise InputError where `model` is a path and no folder stands there."""
+def is_missing(model: str) -> bool:
+    """True where `model` is a path and no folder stands there."""
+    return is_path(model) and not Path(model).expanduser().is_dir()
+
+
+def similar(model: str) -> str | None:
+    """The folder beside the missing one whose name is closest."""
     path = Path(model).expanduser()
-    if not is_path(model) or path.is_dir():
-        return
     siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
     near = nearest(path.name, siblings)
-    raise InputError(
-        f"no model folder {model}", key=key, expected="a folder with config.json, or a hub id",
-        nearest=str(path.with_name(near)) if near else None,
-    )  # fmt: skip
+    return str(path.with_name(near)) if near else None
 
 
 def architecture(model: str) -> str | None:

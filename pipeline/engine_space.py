@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline import checkpoints, rules
@@ -47,6 +47,7 @@ class Space:
     architecture: str | None = None
     topology: Topology | None = None  # assumed for dry runs elsewhere
     waived: tuple[str, ...] = ()  # rules that the file waives
+    places: dict[str, tuple[str, int | None]] = field(default_factory=dict)  # file and line, or flag, of each model
 
     def suggest(self, trial: Any) -> Point:
         """Choose a point with an Optuna-like trial; dimensions that do not exist there are not asked for."""
@@ -128,23 +129,44 @@ class Space:
         self, config: EngineConfig, release: str | None = None, topology: Topology | None = None
     ) -> tuple[rules.Violation, ...]:
         """Rules that the configuration breaks, less those that the file waives."""
-        found = rules.check(config, release or self.release, topology or Topology(), self.architecture)
-        return tuple(violation for violation in found if violation.rule not in self.waived)
+        return self.examine(config, release, topology).violations
 
     def canonical(
         self, config: EngineConfig, release: str | None = None, topology: Topology | None = None
     ) -> rules.Canonical:
         """What the engine would make of the configuration."""
-        return rules.canonical(config, release or self.release, topology or Topology(), self.architecture)
+        return self.examine(config, release, topology).canonical
+
+    def examine(
+        self, config: EngineConfig, release: str | None = None, topology: Topology | None = None
+    ) -> rules.Examined:
+        """All that the rules say of the configuration, less the rules that the file waives."""
+        found = rules.examine(config, release or self.release, topology or Topology(), self.architecture)
+        kept = tuple(violation for violation in found.violations if violation.rule not in self.waived)
+        return found._replace(violations=kept)
 
     def check_paths(self) -> None:
         """Raise InputError for local folders and files that are not there, or drafts that do not fit."""
-        checkpoints.require_folder(self.model, "model")
+        self._check_folder("model", self.model)
         for algorithm, draft in self.draft_models.items():
-            checkpoints.require_folder(draft, f"draft_models.{algorithm}")
+            key = f"draft_models.{algorithm}"
+            self._check_folder(key, draft)
             reason = checkpoints.check_draft_model(self.model, draft, algorithm)
             if reason:
-                raise InputError(reason, key=f"draft_models.{algorithm}", expected="a draft made for this model")
+                raise self._error(key, reason, "a draft made for this model")
+
+    def _check_folder(self, key: str, model: str) -> None:
+        if not checkpoints.is_missing(model):
+            return
+        raise self._error(
+            key, f"no model folder {model}", "a folder with config.json, or a hub id", checkpoints.similar(model)
+        )
+
+    def _error(self, key: str, problem: str, expected: str, near: str | None = None) -> InputError:
+        source, line = self.places.get(key, (None, None))
+        return InputError(
+            problem, source=source, line=line, key=f"{self.engine}.{key}", expected=expected, nearest=near
+        )
 
     def complete(self, partial: Mapping[str, Any]) -> Point:
         """A full point: what `partial` leaves out takes its default, or else its first value."""

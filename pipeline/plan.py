@@ -62,9 +62,19 @@ class DryRun(Frozen):
         found += [f"watch {name}: {p.count} ({p.example}: {p.reason})" for name, p in self.warned.items()]
         found += [f"changes nothing here: {name}" for name in self.dead]
         found += [f"dropped: {text}" for text in self.dropped]
-        minutes = self.seconds_per_launch / 60
-        found.append(f"{self.launches} launches of about {minutes:.1f} min each: {self.hours:.1f} h")
+        each, all_ = _duration(self.seconds_per_launch), _duration(3600 * self.hours)
+        found.append(f"{self.launches} launches of about {each} each: {all_}")
         return found
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 90
+        else f"{seconds / 60:.0f} min"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} h"
+    )
 
 
 def plan_search(
@@ -175,13 +185,12 @@ class _Walk:
             self._one(point)
 
     def _one(self, point: Point) -> None:
-        config = self._space.config(point)
-        violations = self._space.check(config, *self._where)
-        if violations:
-            self._note(self.pruned, violations[:1])
+        found = self._space.examine(self._space.config(point), *self._where)
+        if found.violations:
+            self._note(self.pruned, found.violations[:1])
             return
-        self._note(self.warned, rules.warnings(config, self._where[0] or self._space.release, self._where[1]))
-        resolved = self._space.canonical(config, *self._where).config
+        self._note(self.warned, found.warnings)
+        resolved = found.canonical.config
         self.duplicates += resolved in self.first
         self.first.setdefault(resolved, point)
         self._watch(point, resolved)

@@ -27,8 +27,9 @@ def _gpus(facts: Facts) -> str | None:
 
 
 def _asked_draft(facts: Facts) -> DraftModelSpeculation | None:
-    asked = facts.asked.speculation
-    return asked if isinstance(asked, DraftModelSpeculation) and not asked.adaptive else None
+    """The draft shape as stated, unless adaptive speculation will really fill it in."""
+    asked, adaptive = facts.asked.speculation, facts.drafting is not None and facts.drafting.adaptive
+    return asked if isinstance(asked, DraftModelSpeculation) and not adaptive else None
 
 
 def _partial_shape(facts: Facts) -> str | None:

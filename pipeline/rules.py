@@ -7,15 +7,15 @@ changed). Unknown facts about the machine or the model's class keep a setting al
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.config import EngineConfig, Frozen
 from pipeline.records import Topology
-from pipeline.rule_facts import Facts, Rewrite, Source, holds, release_numbers
+from pipeline.rule_facts import Facts, Rewrite, Rule, Source, holds, release_numbers
 from pipeline.rule_rewrites import REWRITES
 from pipeline.rule_validity import RULES, WARNINGS
 
-__all__ = ["NAMES", "Canonical", "Violation", "canonical", "check", "lossy", "warnings"]
+__all__ = ["NAMES", "Canonical", "Examined", "Violation", "canonical", "check", "examine", "lossy", "warnings"]
 
 NAMES = tuple(rule.name for rule in RULES)
 _EXACT_KV_CACHES = (None, "auto", "bf16", "bfloat16")
@@ -56,21 +56,33 @@ def check(
         topology: the machine; unknown facts break nothing.
         architecture: the model's class, such as `Qwen3MoeForCausalLM`, where known.
     """
-    return _broken(RULES, config, release, topology, architecture)
+    return _broken(RULES, _resolve(config, release, topology, architecture)[0])
 
 
 def warnings(
     config: EngineConfig, release: str | None, topology: Topology, architecture: str | None = None
 ) -> tuple[Violation, ...]:
     """Risks of a launchable configuration that the record should carry."""
-    return _broken(WARNINGS, config, release, topology, architecture)
+    return _broken(WARNINGS, _resolve(config, release, topology, architecture)[0])
 
 
-def _broken(
-    rules: Any, config: EngineConfig, release: str | None, topology: Topology, architecture: str | None
-) -> tuple[Violation, ...]:
-    facts, _ = _resolve(config, release, topology, architecture)
-    found = ((rule, rule.broken(facts)) for rule in rules if holds(rule, config.engine, facts.release))
+class Examined(NamedTuple):
+    """All that the rules say of one configuration."""
+
+    violations: tuple[Violation, ...]
+    warnings: tuple[Violation, ...]
+    canonical: Canonical
+
+
+def examine(config: EngineConfig, release: str | None, topology: Topology, architecture: str | None = None) -> Examined:
+    """`check`, `warnings` and `canonical` at once, for many configurations."""
+    facts, rewrites = _resolve(config, release, topology, architecture)
+    resolved = Canonical(config=facts.config, rewrites=rewrites)
+    return Examined(_broken(RULES, facts), _broken(WARNINGS, facts), resolved)
+
+
+def _broken(rules: tuple[Rule, ...], facts: Facts) -> tuple[Violation, ...]:
+    found = ((rule, rule.broken(facts)) for rule in rules if holds(rule, facts.asked.engine, facts.release))
     return tuple(
         Violation(rule=rule.name, seen=seen, reason=rule.reason, source=rule.source) for rule, seen in found if seen
     )

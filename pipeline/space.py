@@ -26,7 +26,7 @@ from pipeline.errors import InputError, nearest
 from pipeline.records import Topology
 from pipeline.space_file import Overrides, Section, SpaceFile
 from pipeline.spec import SearchSpec
-from pipeline.yamlfile import Document, Key, load
+from pipeline.yamlfile import Document, Key, dotted, load
 
 __all__ = ["EngineChoice", "Overrides", "Space", "SpaceSpec", "choose_engine", "load_space"]
 
@@ -132,6 +132,7 @@ class _Builder:
             architecture=self._architecture(),
             topology=self.section.topology,
             waived=self._waived(),
+            places=self._places(),
             **self._common(),
         )
         return replace(space, stated_seeds=self._seeds(space))
@@ -242,6 +243,17 @@ class _Builder:
             algorithm, _, model = text.rpartition("=")
             found[algorithm or _only(drafting, text)] = model
         return found
+
+    def _places(self) -> dict[str, tuple[str, int | None]]:
+        """Where each model is stated: file and line, or the flag."""
+        keys: list[Key] = [("model",), *(("draft_models", name) for name in self.section.draft_models)]
+        found: dict[str, tuple[str, int | None]] = {
+            dotted(key): (self.document.source, self.document.line((self.engine, *key))) for key in keys
+        }
+        if self.overrides.model:
+            found["model"] = ("--model", None)
+        given = [text.rpartition("=")[0] for text in self._given_drafts()]
+        return found | {f"draft_models.{name}": ("--draft-model", None) for name in given if name}
 
     def _given_drafts(self) -> tuple[str, ...]:
         given = self.overrides.draft_model or ()

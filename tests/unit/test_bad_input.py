@@ -219,9 +219,13 @@ def test_one_draft_for_several_algorithms_must_be_told_apart(tmp_path: Path) -> 
 
 def test_local_models_must_be_there(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
-    space = load_space(_write(tmp_path, "model: m", f"model: {tmp_path}/targt")).for_engine("sglang")
-    with pytest.raises(InputError, match=r"no model folder .*did you mean '.*/target'"):
-        space.check_paths()
+    path = _write(tmp_path, "model: m", f"model: {tmp_path}/targt")
+    with pytest.raises(InputError, match=r"no model folder .*did you mean '.*/target'") as caught:
+        load_space(path).for_engine("sglang").check_paths()
+    assert (caught.value.source, caught.value.line, caught.value.key) == (str(path), 3, "sglang.model")
+    given = Overrides(model=str(tmp_path / "target"), draft_model=f"EAGLE3={tmp_path}/none")
+    with pytest.raises(InputError, match=r"^--draft-model: sglang\.draft_models\.EAGLE3: no model folder"):
+        load_space(path, given).for_engine("sglang").check_paths()
 
 
 def test_a_file_without_an_engine(tmp_path: Path) -> None:
