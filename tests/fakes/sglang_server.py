@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import gzip
 import os
 import re
 import signal
@@ -59,6 +60,10 @@ def parse(argv: Sequence[str]) -> dict[str, str]:
     return flags
 
 
+def _read(path: str) -> str:
+    return gzip.decompress(Path(path).read_bytes()).decode() if path.endswith(".gz") else Path(path).read_text()
+
+
 def _typed(text: str) -> Any:
     for kind in (int, float):
         with contextlib.suppress(ValueError):
@@ -93,7 +98,7 @@ class FakeServer:
     def replay(self, path: str) -> None:
         """Print a recorded log with its silences compressed, up to the ready line or the first sigquit."""
         previous: datetime | None = None
-        for line in Path(path).read_text().splitlines():
+        for line in _read(path).splitlines():
             if READY in line or "sigquit" in line:
                 return
             if found := STAMP.match(line):
