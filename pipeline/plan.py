@@ -44,6 +44,7 @@ class DryRun(Frozen):
     warned: dict[str, Pruned] = Field(default_factory=dict)
     dead: tuple[str, ...] = ()  # dimensions that change nothing here
     dropped: tuple[str, ...] = ()  # dimensions that the engine lacks
+    notes: tuple[str, ...] = ()
     launches: int
     seconds_per_launch: float
     hours: float
@@ -62,6 +63,7 @@ class DryRun(Frozen):
         found += [f"watch {name}: {p.count} ({p.example}: {p.reason})" for name, p in self.warned.items()]
         found += [f"changes nothing here: {name}" for name in self.dead]
         found += [f"dropped: {text}" for text in self.dropped]
+        found += [f"note: {text}" for text in self.notes]
         each, all_ = _duration(self.seconds_per_launch), _duration(3600 * self.hours)
         found.append(f"{self.launches} launches of about {each} each: {all_}")
         return found
@@ -108,11 +110,19 @@ def plan_search(
         warned=_scaled(walk.warned, walk.examples, scale),
         dead=walk.dead(),
         dropped=space.dropped,
+        notes=_notes(space),
         launches=launches,
         seconds_per_launch=seconds,
         hours=launches * seconds / 3600,
         sampled=None if exact else walk.looked_at,
     )
+
+
+def _notes(space: Space) -> tuple[str, ...]:
+    streams, allowed = max(space.load.concurrency, default=0), space.baseline().max_running_requests
+    if space.engine == "embedded" or streams <= allowed:
+        return ()
+    return (f"{streams} streams are offered, but max_running_requests is {allowed}: the rest waits in the queue",)
 
 
 def launch_seconds(space: Space) -> float:

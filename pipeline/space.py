@@ -25,7 +25,7 @@ from pipeline.engine_space import Space
 from pipeline.errors import InputError, nearest
 from pipeline.records import Topology
 from pipeline.space_file import Overrides, Section, SpaceFile
-from pipeline.spec import SearchSpec
+from pipeline.spec import LoadSpec, ObjectiveSpec, SearchSpec
 from pipeline.yamlfile import Document, Key, dotted, load
 
 __all__ = ["EngineChoice", "Overrides", "Space", "SpaceSpec", "choose_engine", "load_space"]
@@ -284,7 +284,22 @@ class _Builder:
         if self.overrides.concurrency:
             found["load"] = found["load"].model_copy(update={"concurrency": self.overrides.concurrency})
         found["search"] = self._search(found["search"])
+        self._check_goals(found["objective"], found["load"], tuple(found["workload"].prompts))
         return found
+
+    def _check_goals(self, objective: ObjectiveSpec, load: LoadSpec, workloads: tuple[str, ...]) -> None:
+        """A goal over load levels that are not measured would have no value in any trial."""
+        key: Key = (*((self.engine,) if self.section.objective else ()), "objective", "goals")
+        names = [*workloads, *(level.key for level in load.levels(workloads))]
+        for index, goal in enumerate(objective.goals):
+            if goal.concurrency is not None and goal.concurrency not in load.concurrency:
+                raise self.document.error(
+                    (*key, index, "concurrency"), f"no load level has concurrency {goal.concurrency}",
+                    expected="one of " + ", ".join(map(str, load.concurrency)),
+                )  # fmt: skip
+            for name in goal.weights:
+                if name not in names:
+                    raise self.document.unknown((*key, index, "weights", name), names)
 
     def _search(self, stated: SearchSpec) -> SearchSpec:
         given = self.overrides

@@ -141,6 +141,8 @@ MISTAKES = [
     ("{concurrency: [8]}", "{concurrency: [0]}", 21, "load.concurrency[0]", "greater than 0"),
     ("{concurrency: [8]}", "{}", 21, "load", "at least one of"),
     ("{trials: 8}", "{trails: 8}", 22, "search.budget.trails", "did you mean 'trials'"),
+    ("load:", "objective: {goals: [{concurrency: 4}]}\nload:", 21, "objective.goals[0].concurrency", "one of 8"),
+    ("load:", "objective: {goals: [{weights: {opn: 1}}]}\nload:", 21, "objective.goals[0].weights.opn", "'open'"),
     ("{budget: {trials: 8}}", "{sampler: tpee}", 22, "search.sampler", "did you mean 'tpe'"),
     (
         "  seeds:\n",

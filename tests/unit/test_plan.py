@@ -56,6 +56,13 @@ def test_risky_points_are_shown(tmp_path: Path) -> None:
     assert plan_search(space).warned["symm-mem-speculation"].count == 1
 
 
+def test_more_streams_than_requests_may_run_is_noted(tmp_path: Path) -> None:
+    space = _space(tmp_path, "    attention_backend: [triton]\n  load: {concurrency: [64, 1]}\n")
+    assert "max_running_requests is 48" in plan_search(space).notes[0]
+    space = _space(tmp_path, "    attention_backend: [triton]\n  load: {concurrency: [48]}\n")
+    assert plan_search(space).notes == ()
+
+
 def test_large_and_endless_spaces_are_sampled_and_say_so(tmp_path: Path) -> None:
     numbers = "{low: 1, high: 64}"
     body = (

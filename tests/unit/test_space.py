@@ -259,6 +259,14 @@ def test_shipped_spaces_are_sound(file: Path, engine: str) -> None:
     assert space.dropped == ()
 
 
+def test_the_example_in_the_documentation_is_a_space_file(tmp_path: Path) -> None:
+    text = (FILES[0].parents[1] / "docs" / "space-file.md").read_text()
+    file = tmp_path / "example.yaml"
+    file.write_text(text.partition("```yaml\n")[2].partition("```")[0])
+    assert load_space(file).for_engine("sglang").size() == 232
+    assert load_space(file).for_engine("embedded").size() == 5
+
+
 def test_the_main_space_gives_the_embedded_engine_enough_to_do() -> None:
     space = load_space(FILES[0].with_name("verify.yaml")).for_engine("embedded")
     assert len({space.canonical(space.config(point)).config.config_id for point in space.grid()}) >= 9
