@@ -137,8 +137,8 @@ def _folder(files: Mapping[str, str]) -> Iterator[str]:
         yield folder
 
 
-def study_of_run(uri: str, run_id: str) -> dict[str, str]:
-    """The tags of an MLflow run, which say which study and trial it is.
+def run_tags(uri: str, run_id: str) -> dict[str, str]:
+    """The tags of an MLflow run; they name its study and trial.
 
     Raises:
         InputError: there is no such run.

@@ -18,36 +18,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat
 from ray import serve
 
-from pipeline.config import EngineConfig, Frozen
+from pipeline.config import Frozen
 from pipeline.errors import EngineError
 from pipeline.records import TeardownProof
-from pipeline.spec import Limits
 from serve.deployment import EngineOptions, EngineReplica
 from serve.keys import KeyRing
 from serve.portable import localized
-from serve.proxy import PassThrough, ProxySettings
+from serve.proxy import PassThrough
+from serve.service import ChampionSpec, ProxySettings
 
 log = logging.getLogger("ray.serve")
 POLL_S = 0.05
-
-
-class ChampionSpec(Frozen):
-    """What a champion's replica is told.
-
-    `bridge` is the address of an engine that answers while this replica changes its own; None means
-    that there is none, and requests get 503 for about `expected_start_s` seconds.
-    """
-
-    config: EngineConfig
-    limits: Limits = Limits()
-    proxy: ProxySettings = ProxySettings(echo_request_id=False)
-    folder: str = "runs/champion"
-    bridge: str | None = None
-    drain_s: NonNegativeFloat = 30.0
-    expected_start_s: PositiveFloat = 120.0
 
 
 class Switch(Frozen):

@@ -9,9 +9,10 @@ from ray import serve
 
 from pipeline.config import EngineConfig
 from pipeline.errors import PromotionError
-from serve.app import APP_NAME, Service, application
+from serve.app import application
 from serve.champion import Switch
 from serve.deployment import Deployed, EngineOptions
+from serve.service import APP_NAME, Service
 
 POLL_S = 0.2
 

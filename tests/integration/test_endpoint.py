@@ -18,7 +18,7 @@ import pytest
 
 from pipeline.config import EngineConfig
 from pipeline.spec import Limits
-from serve.proxy import ProxySettings
+from serve.service import ChampionSpec, ProxySettings, Service
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -32,9 +32,7 @@ def config(**knobs: Any) -> EngineConfig:
     return EngineConfig(engine="sglang", model="fake-model", env=(("FAKE_SGLANG_KNOBS", json.dumps(told)),))
 
 
-def service(folder: Path, **knobs: Any) -> Any:
-    from serve.app import Service
-    from serve.champion import ChampionSpec
+def service(folder: Path, **knobs: Any) -> Service:
 
     proxy = ProxySettings(echo_request_id=False, max_concurrent=64, max_body_bytes=100_000)
     spec = ChampionSpec(
@@ -52,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def endpoint(ray_cluster: str, folder: Path) -> Iterator[str]:
     from ray import serve
 
-    from serve.app import APP_NAME
+    from serve.service import APP_NAME
     from serve.switching import put_in_service
 
     assert put_in_service(service(folder)) is None
