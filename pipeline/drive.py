@@ -130,7 +130,8 @@ def _run(job: Job, study: Study, board: Board, tracker: Tracker) -> Adapter:
     from pipeline.cluster import cluster
     from pipeline.search import Adapter, Desk, run_search, sweep
 
-    with interrupts(), cluster(job.address, job.topology.gpu_count) as nodes:
+    # Ray sets its own handler for SIGTERM: ours comes after it.
+    with cluster(job.address, job.topology.gpu_count) as nodes, interrupts():
         bench = _bench(job, study)
         desk = Desk(
             study=study,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -116,7 +117,11 @@ def _node_ip() -> str:
 
 def trainable(config: dict[str, Any], bench: Bench) -> None:
     """Tune's function: run the proposal, report phases, then the record, once."""
-    outcome = run_proposal(config["proposal"], bench, lambda phase: tune.report({"phase": phase}))
+    try:
+        outcome = run_proposal(config["proposal"], bench, lambda phase: tune.report({"phase": phase}))
+    except Exception:  # the process boundary: a fault of ours must reach the ledger in words too
+        tune.report({"crash": traceback.format_exc()})
+        return
     greedy = _GREEDY.dump_json(outcome.greedy).decode()
     tune.report({"record": outcome.record.model_dump_json(), "greedy": greedy})
 
@@ -130,8 +135,7 @@ def sweep(bench: Bench, nodes: Sequence[str]) -> None:
 
 
 def _reap_trials(folder: str) -> None:
-    for trial in Path(folder).glob("trials/*"):
-        reap(trial)
+    reap(Path(folder) / "trials")
 
 
 class Adapter(TuneSearcher):
@@ -186,13 +190,17 @@ class Adapter(TuneSearcher):
                 TrialRecord.model_validate_json(result["record"]), _GREEDY.validate_json(result["greedy"])
             )
         else:
-            outcome = Outcome(self._desk.lost(proposal))
+            outcome = Outcome(self._desk.lost(proposal, (result or {}).get("crash")))
         record = self._desk.judged(outcome)
         self._longest_s = max(self._longest_s, sum(record.phases_s.values()))
         self._desk.keep(record)
         self._proposer.observe(record)
         if record.failure is not None and record.failure.failure_class is FailureClass.TEARDOWN:
             self.halted = f"trial {record.number} left something behind on {record.node}: {record.failure.cause}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: Tune pickles its searcher for a restore that never comes."""
+        return {}
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing: the ledger is the state."""
@@ -232,14 +240,15 @@ class Desk:
         text = self.study.reference()
         return judge(outcome, Reference.model_validate_json(text) if text else None)
 
-    def lost(self, proposal: Proposal) -> TrialRecord:
-        """The record of a trial whose own process died; its application is taken down."""
+    def lost(self, proposal: Proposal, crash: str | None = None) -> TrialRecord:
+        """The record of a trial whose own process failed or died; its application is taken down."""
         delete_app(f"{app_prefix(self.bench.study)}{proposal.number:03d}")
-        cause = "the trial's own process died before it could report"
-        failure = Failure(failure_class=FailureClass.KILLED, cause=cause, phase="trial")
+        lines = tuple((crash or "the trial's own process died before it could report").strip().splitlines())
+        kind = FailureClass.CRASH if crash else FailureClass.KILLED
+        failure = Failure(failure_class=kind, cause=lines[-1], phase="trial", log_tail=lines[-40:])
         return TrialRecord(
             study=self.bench.study, number=proposal.number, role=proposal.role, status="failed",
-            config=proposal.config, config_id=proposal.config_id, params=dict(proposal.params), reason=cause,
+            config=proposal.config, config_id=proposal.config_id, params=dict(proposal.params), reason=lines[-1],
             failure=failure, topology=self.bench.topology, **{**self.bench.facts, **proposal.facts},
         )  # fmt: skip
 

@@ -127,7 +127,7 @@ class MlflowTracker:
         summary = [(name, value, 0) for name, value in summary_metrics(record, first).items()]
         self._client.log_batch(
             run_id,
-            metrics=[Metric(key, value, stamp, step) for key, value, step in [*trial_metrics(record), *summary]],
+            metrics=[Metric(key, value, stamp, step) for key, value, step in [*summary, *trial_metrics(record)]],
             params=[Param(key, value[:MAX_PARAM]) for key, value in trial_params(record).items()],
             tags=[RunTag(key, value) for key, value in trial_tags(record, self._study.name).items()],
         )
@@ -193,15 +193,14 @@ def key(name: str) -> str:
 
 def trial_metrics(record: TrialRecord) -> Iterator[tuple[str, float, int]]:
     """(key, value, step) of every finite figure; the step is the level's concurrency."""
-    for name, seconds in record.phases_s.items():
-        yield f"phase/{name}_s", seconds, 0
-    if record.measurement is None:
-        return
-    if record.measurement.objective is not None:
+    # The first metric is the one that MLflow's compare page plots.
+    if record.measurement is not None and record.measurement.objective is not None:
         yield "objective", record.measurement.objective.value, 0
         if record.measurement.objective.std is not None:
             yield "objective_std", record.measurement.objective.std, 0
-    for level in record.measurement.levels:
+    for name, seconds in record.phases_s.items():
+        yield f"phase/{name}_s", seconds, 0
+    for level in record.measurement.levels if record.measurement is not None else ():
         step = level.level.concurrency or 0
         for name, value in level_figures(level).items():
             if value is not None and math.isfinite(value):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,17 +65,21 @@ class EngineReplica:
         self._process = EngineProcess(self.launch, options.limits, engine=engine_config.engine, lease_dir=folder)
         # Started here and not in the waiting thread: a child with a death signal dies with the
         # thread that forked it.
-        self._process.start()
         if options.wait:
+            self._process.start()
             self._resolved = self._process.wait_ready()
-        else:
-            threading.Thread(target=self._wait_ready, daemon=True).start()
+        elif self._keep_failure(self._process.start):
+            threading.Thread(target=self._keep_failure, args=(self._wait_ready,), daemon=True).start()
 
     def _wait_ready(self) -> None:
+        self._resolved = self._process.wait_ready()
+
+    def _keep_failure(self, step: Callable[[], None]) -> bool:
         try:
-            self._resolved = self._process.wait_ready()
+            step()
         except EngineError as error:
             self._failure = error.failure
+        return self._failure is None
 
     def state(self) -> dict[str, Any]:
         """The launch, and what has become of it: resolved settings, a failure, or neither yet."""
@@ -198,8 +202,6 @@ def application(config: EngineConfig, options: EngineOptions, **deployment_optio
 
 
 def _deploy(app: serve.Application, name: str) -> Any:
-    # No proxy: trials take their load on the engine's own port, and port 8000 stays the user's.
-    serve.start(proxy_location="Disabled")
     target = serve.RunTarget(app, name=name, route_prefix=None)
     (handle,) = serve.run_many([target], wait_for_applications_running=False)
     return handle
@@ -269,14 +271,23 @@ def _take_down(replica: Any, options: EngineOptions, app_name: str) -> TeardownP
     return proof.model_copy(update=update)
 
 
+def start_serve() -> None:
+    """Start Serve on this cluster, from the driver: its controller must not lie in a trial's placement group.
+
+    No proxy: trials take their load on the engine's own port, and port 8000 stays the user's.
+    """
+    serve.start(proxy_location="Disabled")
+
+
 def delete_app(name: str) -> None:
-    """Delete an application and wait until it is gone; fine when it never was."""
-    serve.delete(name)
+    """Delete an application and wait until it is gone; fine when it, or Serve itself, never was."""
+    if name in stale_apps(name):
+        serve.delete(name)
 
 
 def stale_apps(prefix: str) -> list[str]:
-    """Applications that an earlier driver left behind, by the prefix of their names."""
+    """Names of the applications that begin with `prefix`."""
     try:
         return [name for name in serve.status().applications if name.startswith(prefix)]
     except serve.exceptions.RayServeException:
-        return []
+        return []  # no Serve on this cluster

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pipeline.config import EngineConfig
+from pipeline.models import resolve
 from pipeline.records import Launch
 
 
@@ -19,6 +20,8 @@ def plan(
     """The command and environment that launch `config`; nothing is started."""
     from serve.engines import embedded, sglang
 
-    module = {"sglang": sglang, "embedded": embedded}[config.engine]
-    launch: Launch = module.plan(config, port=port, gpu_ids=gpu_ids, inherited=inherited)
+    if config.engine == "embedded":
+        launch = embedded.plan(config, port=port, gpu_ids=gpu_ids, inherited=inherited, folder_of=resolve)
+    else:
+        launch = sglang.plan(config, port=port, gpu_ids=gpu_ids, inherited=inherited)
     return launch.model_copy(update={"log_path": log_path})
