@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from pipeline.config import EngineConfig
 from pipeline.records import TrialRecord
 from pipeline.reporting.facts import accept_length
 
@@ -18,7 +19,8 @@ TAG = "mlflow.sharedViewState."
 # Which and why, in reading order; what a study lacks stays empty.
 METRICS = ("objective", "speedup_vs_baseline", "accept_length", "break_even_accept_length")
 TAGS = ("role", "status", "failure_class", "lossless")
-_LEAD_PARAMS = ("algorithm",)
+# Every trial has these, so that parallel coordinates, which leave out runs that lack a value, show all of them.
+PARAMS = ("algorithm", "draft_steps", "draft_tokens", "collectives", "attention")
 
 
 def summary_metrics(record: TrialRecord, baseline: TrialRecord | None) -> dict[str, float]:
@@ -37,7 +39,20 @@ def summary_metrics(record: TrialRecord, baseline: TrialRecord | None) -> dict[s
         found["accept_length"] = length
         if "speedup_vs_baseline" in found:
             found["break_even_accept_length"] = length / found["speedup_vs_baseline"]
-    return found
+    return {name: round(value, 3) for name, value in found.items()}  # MLflow shows every digit there is
+
+
+def summary_params(config: EngineConfig) -> dict[str, str]:
+    """A configuration under a few names that every trial has."""
+    stated, plain = config.speculation.model_dump(exclude_none=True), config.speculation.algorithm == "none"
+    unstated = "0" if plain else "default"
+    collectives = config.collectives.model_dump(exclude_none=True)
+    return {
+        "draft_steps": str(stated.get("num_steps", unstated)),
+        "draft_tokens": str(stated.get("num_draft_tokens", stated.get("block_size", unstated))),
+        "collectives": " ".join(f"{name}={value}" for name, value in collectives.items()) or "default",
+        "attention": config.attention_backend or "default",
+    }
 
 
 def _rates(record: TrialRecord | None) -> dict[str, float]:
@@ -52,19 +67,20 @@ def view_key(study: str) -> str:
 
 def view_tag(study: str, records: Iterable[TrialRecord]) -> tuple[str, str]:
     """The experiment tag (key, value) that holds a study's view: its trials, columns, and charts."""
-    settings = _varying(records)
-    params = [*_LEAD_PARAMS, *settings]
     columns = [_column("metrics", name) for name in METRICS]
-    columns += [_column("params", name) for name in params] + [_column("tags", name) for name in TAGS]
+    columns += [_column("params", name) for name in dict.fromkeys((*PARAMS, *_varying(records)))] + [
+        _column("tags", name) for name in TAGS
+    ]
     state = {
-        "searchFilter": f"tags.`fastverify.study` = '{study}' and attributes.status = 'FINISHED'",
+        "searchFilter": f"tags.`fastverify.study` = '{study}' and tags.`fastverify.trial` != 'study'",
         "orderByKey": _column("metrics", "objective"),
         "orderByAsc": False,
         "selectedColumns": columns,
         "runsExpanded": {},
         "runsHiddenMode": "SHOW_ALL",
         "hideEmptyCharts": True,
-        "compareRunCharts": _charts(params),
+        "isAccordionReordered": True,  # keeps this section before those that MLflow adds
+        "compareRunCharts": _charts(),
         "compareRunSections": [{"uuid": "why", "name": "Which and why", "display": True, "isReordered": False}],
     }
     return TAG + view_key(study), json.dumps(state)
@@ -97,7 +113,7 @@ def _varying(records: Iterable[TrialRecord]) -> list[str]:
     return [name for name, values in seen.items() if len(values) > 1]
 
 
-def _charts(params: Sequence[str]) -> list[dict[str, Any]]:
+def _charts() -> list[dict[str, Any]]:
     shown = {"metricSectionId": "why", "deleted": False, "isGenerated": False}
     bars = [
         {"type": "BAR", "uuid": name, "metricKey": name, "displayName": name, "runsCountToCompare": 20, **shown}
@@ -106,8 +122,8 @@ def _charts(params: Sequence[str]) -> list[dict[str, Any]]:
     parallel = {
         "type": "PARALLEL",
         "uuid": "parallel",
-        "selectedParams": list(params),
-        "selectedMetrics": ["objective"],
+        "selectedParams": list(PARAMS),
+        "selectedMetrics": ["speedup_vs_baseline"],
         "runsCountToCompare": 100,
         **shown,
     }

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pipeline.mlflow_view import summary_metrics, view_tag
+from pipeline.mlflow_view import summary_metrics, summary_params, view_tag
 from pipeline.records import Distribution, LevelResult, TrialRecord
 from pipeline.store import RUNS, Study
 
@@ -242,7 +242,8 @@ def trial_params(record: TrialRecord) -> dict[str, str]:
         "max_running_requests": record.config.max_running_requests,
         "algorithm": record.config.speculation.algorithm,
     }
-    return {key(name): str(value) for name, value in {**common, **record.params}.items()}
+    every = {**common, **summary_params(record.config), **record.params}
+    return {key(name): str(value) for name, value in every.items()}
 
 
 def trial_tags(record: TrialRecord, study: str) -> dict[str, str]:
