@@ -34,21 +34,25 @@ class Stream:
     finished: float | None = None
     status: Literal["ok", "failed", "cut_off"] = "ok"
     error: str | None = None
+    rest: bytes = b""  # the beginning of a line whose end has not come
 
-    def take(self, lines: bytes, now: float) -> None:
+    def take(self, data: bytes, now: float) -> None:
         """Stamp the content in whole lines, keep the lines that may say something else."""
-        found = _CONTENT.findall(lines)
+        if self.rest or data[-1:] != b"\n":
+            lines, newline, self.rest = (self.rest + data).rpartition(b"\n")
+            data = lines + newline
+        found = _CONTENT.findall(data)
         if found:
             self.texts += found
             self.stamps += [now] * len(found)
-        if lines.count(b"data:") > len(found) or _SAYS_MORE.search(lines):
-            self.others.append(lines)
+        if data.count(b"data:") > len(found) or _SAYS_MORE.search(data):
+            self.others.append(data)
 
 
 def trace_of(stream: Stream, count_tokens: CountTokens | None = None) -> RequestTrace:
     """Read the kept bytes once the window is over; `count_tokens` retokenises the text as a check."""
     said = _Said()
-    for line in b"".join(stream.others).splitlines():
+    for line in b"".join([*stream.others, stream.rest]).splitlines():
         said.read(line)
     text = json.loads(b'"' + b"".join(stream.texts) + b'"')
     status, error = stream.status, stream.error
