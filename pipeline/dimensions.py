@@ -74,14 +74,17 @@ class Dimension:
             return tuple(range(int(self.low), int(self.high) + 1, int(self.step or 1)))
         if self.step is None:
             return None
-        return tuple(self.low + index * self.step for index in range(round((self.high - self.low) / self.step) + 1))
+        count = round((self.high - self.low) / self.step) + 1
+        return tuple(round(self.low + index * self.step, 12) for index in range(count))
 
     def holds(self, value: Any) -> bool:
         """True when `value` is one of the dimension's values."""
-        values = self.values()
-        if values is not None:
-            return _same_in(value, values)
-        return isinstance(value, int | float) and not isinstance(value, bool) and self.low <= value <= self.high
+        if self.kind != "float":
+            return _same_in(value, self.values() or ())
+        if not isinstance(value, int | float) or isinstance(value, bool) or not self.low <= value <= self.high:
+            return False
+        steps = 0.0 if self.step is None else (value - self.low) / self.step
+        return math.isclose(steps, round(steps), abs_tol=1e-6)
 
     def words(self) -> str:
         """The values in words, for messages."""
@@ -212,6 +215,8 @@ def _typed(document: Document, name: str, value: Any, key: Key) -> Any:
     annotation = setting_type(name)
     if isinstance(value, int) and not isinstance(value, bool) and annotation == (str | None):
         value = str(value)  # NCCL_P2P_LEVEL: 5 and the like
+    if name == "extra_args" and isinstance(value, list):
+        value = [str(word) if isinstance(word, int) and not isinstance(word, bool) else word for word in value]
     return document.value(annotation, value, key)
 
 

@@ -115,6 +115,7 @@ class _Builder:
 
     def build(self) -> Space:
         self.dropped: list[str] = []
+        self.lost: set[str] = set()
         key, stated = self._stated_space()
         algorithms = self._algorithms(stated, key)
         fixed = self._fixed()
@@ -135,7 +136,13 @@ class _Builder:
             places=self._places(),
             **self._common(),
         )
+        self._check_baseline(space)
         return replace(space, stated_seeds=self._seeds(space))
+
+    def _check_baseline(self, space: Space) -> None:
+        """What is fixed is in every trial: a rule that it breaks would leave nothing to launch."""
+        for violation in space.check(space.baseline()):
+            raise self.document.error((self.engine, "fixed"), f"no trial could start: {violation.text()}")
 
     def _stated_space(self) -> tuple[Key, Any]:
         """The section's own space; the embedded engine may borrow SGLang's."""
@@ -169,7 +176,7 @@ class _Builder:
         reasons = {name: self._lacks_algorithm(name) for name in branches}
         self.lost = {name for name, reason in reasons.items() if reason}
         self.dropped += [f"speculation.{name}: {reason}" for name, reason in reasons.items() if reason]
-        return tuple(name for name, reason in reasons.items() if not reason)
+        return tuple(name for name, reason in reasons.items() if not reason) or ("none",)
 
     def _lacks_algorithm(self, name: str) -> str | None:
         if self.engine == "embedded" and name not in _EMBEDDED_ALGORITHMS:

@@ -59,7 +59,7 @@ class Document:
     def unknown(self, key: Key, valid: Mapping[str, Any] | list[str]) -> InputError:
         """Return an error about an unknown name: the last part of `key` is none of `valid`."""
         names = list(valid)
-        expected = "one of " + ", ".join(names) if 0 < len(names) <= 12 else None
+        expected = "one of " + ", ".join(names) if 0 < len(names) <= 30 else None
         return self.error(key, "unknown key", expected=expected, nearest=nearest(str(key[-1]), names))
 
     def parse(self, model: type[M], data: Any, key: Key = ()) -> M:

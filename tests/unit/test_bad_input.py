@@ -59,6 +59,9 @@ MISTAKES = [
     ("max_running_requests: 64", "env: {NCCL_ALGO: off}", 7, "sglang.fixed.env.NCCL_ALGO", "quote it"),
     ("max_running_requests: 64", "env: {NCCL_ALGO: false}", 7, "sglang.fixed.env.NCCL_ALGO", "must be quoted"),
     ("max_running_requests: 64", "attention_backend: fa3", 18, "attention_backend", "fixed on line 7"),
+    ("max_running_requests: 64", "env: {NCCL_ALGO: Ring}", 6, "sglang.fixed", "state collectives.nccl_algo"),
+    ("max_running_requests: 64", "extra_args: [--tp=4]", 6, "sglang.fixed", "state tensor_parallel_size"),
+    ("max_running_requests: 64", "extra_args: [--log, true]", 7, "sglang.fixed.extra_args[1]", "boolean"),
     ("      NGRAM:", "      NGRM:", 11, "speculation.NGRM", "did you mean 'NGRAM'"),
     ("        num_draft_tokens: [", "        num_drafts: [", 12, "speculation.NGRAM.num_drafts", "unknown key"),
     ("[4, 8]", "[4, 4]", 12, "speculation.NGRAM.num_draft_tokens[1]", "listed twice"),
@@ -228,6 +231,13 @@ def test_local_models_must_be_there(tmp_path: Path) -> None:
     given = Overrides(model=str(tmp_path / "target"), draft_model=f"EAGLE3={tmp_path}/none")
     with pytest.raises(InputError, match=r"^--draft-model: sglang\.draft_models\.EAGLE3: no model folder"):
         load_space(path, given).for_engine("sglang").check_paths()
+
+
+@pytest.mark.parametrize("stated", ["[none, NGRAM]", "NGRAM", "{NGRAM: 8}"])
+def test_algorithms_are_branches_not_a_list(tmp_path: Path, stated: str) -> None:
+    (tmp_path / "a.yaml").write_text(f"study: a\nsglang:\n  model: m\n  space:\n    speculation: {stated}\n")
+    with pytest.raises(InputError, match=r"a\.yaml:5: sglang\.space\.speculation.*expected a mapping"):
+        load_space(tmp_path / "a.yaml")
 
 
 def test_a_file_without_an_engine(tmp_path: Path) -> None:

@@ -54,6 +54,28 @@ def _resolved(config: EngineConfig, topology: Topology = UNKNOWN, arch: str | No
             },
         ),
         ("paged-tree", {"speculation": NGRAM, "attention_backend": "fa3", "extra_args": ("--page-size", "64")}),
+        (
+            "paged-tree",
+            {
+                "speculation": {**DRAFT, "num_steps": 3, "eagle_topk": 4, "num_draft_tokens": 8},
+                "attention_backend": "flashmla_sparse",
+                "extra_args": ("--page-size=64",),
+            },
+        ),
+        (
+            "rejection-sampling",
+            {
+                "speculation": {**DRAFT, "num_steps": 3, "eagle_topk": 4, "num_draft_tokens": 8},
+                "extra_args": ("--speculative-use-rejection-sampling",),
+            },
+        ),
+        (
+            "rejection-sampling",
+            {
+                "speculation": {**DRAFT, "accept_threshold_acc": 0.5},
+                "extra_args": ("--speculative-use-rejection-sampling",),
+            },
+        ),
         ("adaptive-steps", {"speculation": {**DRAFT, "adaptive": True, "num_steps": 2}}),
         ("rejection-sampling", {"speculation": NGRAM, "extra_args": ("--speculative-use-rejection-sampling",)}),
         ("attention-dp", {"speculation": NGRAM, "extra_args": ("--enable-dp-attention",)}),
@@ -82,6 +104,8 @@ def test_what_sglang_refuses_or_dies_of(rule: str, fields: dict[str, Any]) -> No
         {"speculation": {**DRAFT, "num_steps": 3, "eagle_topk": 1}},
         {"speculation": {**DRAFT, "num_steps": 2, "eagle_topk": 4, "num_draft_tokens": 16}},
         {"speculation": {"algorithm": "NEXTN"}},
+        {"speculation": NGRAM, "attention_backend": "flashinfer", "extra_args": ("--page-size", "64")},
+        {"speculation": DRAFT, "extra_args": ("--speculative-use-rejection-sampling",)},
         {"speculation": {**DRAFT, "adaptive": True, "num_steps": 3}},
         {"speculation": {**DRAFT, "adaptive": True, "eagle_topk": 1}},
         {

@@ -128,6 +128,7 @@ def test_contains_says_why_not(space: Space) -> None:
     assert "not stated" in str(space.contains({**point, "speculation.algorithm": "NGRAM"}))
     assert "exists only with" in str(space.contains({**point, "speculation.NGRAM.num_draft_tokens": 4}))
     assert "no dimension" in str(space.contains({**point, "colour": 1}))
+    assert space.contains({**point, "mem_fraction_static": 0.1 + 0.55}) is None  # not the same float as 0.65
     assert "not 0.5 to 0.8" in str(space.contains({**point, "mem_fraction_static": 0.55}))
     assert "not one of True, False" in str(space.contains({**point, "collectives.custom_all_reduce": 1}))
 
@@ -185,6 +186,13 @@ def test_what_the_embedded_engine_lacks_is_dropped_and_named(path: Path) -> None
     assert {"speculation.EAGLE3", "collectives.nccl_algo", "attention_backend", "mem_fraction_static"} <= named
     assert space.baseline().attention_backend is None
     assert not space.check(space.baseline())
+
+
+def test_an_engine_that_has_none_of_the_algorithms_still_has_plain_decoding(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("study: s\nembedded:\n  model: m\n  space:\n    speculation: {EAGLE: {num_steps: [1, 2]}}\n")
+    space = load_space(file).for_engine("embedded")
+    assert (list(space.grid()), len(space.dropped)) == ([{"speculation.algorithm": "none"}], 1)
 
 
 def test_overrides(path: Path) -> None:
