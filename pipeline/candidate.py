@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.config import EngineConfig
 from pipeline.errors import InputError, PromotionError
@@ -82,7 +82,7 @@ def study_space(study: Study) -> Space:
 
     facts = study.facts
     stated = {name: tuple(v) if isinstance(v, list) else v for name, v in facts.get("overrides", {}).items()}
-    overrides = replace(Overrides(), **stated)
+    overrides = Overrides(**cast("Any", stated))
     return load_space(study.space_file, overrides).for_engine(facts["engine"])
 
 

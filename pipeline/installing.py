@@ -14,8 +14,7 @@ from pipeline.records import TrialRecord
 
 if TYPE_CHECKING:
     from pipeline.registry import Registry, Version
-    from serve.champion import Switch
-    from serve.service import Service
+    from serve.service import Service, Switch
 
 Say = Callable[[str], None]
 

@@ -20,28 +20,16 @@ from typing import Any, Literal
 
 from ray import serve
 
-from pipeline.config import Frozen
 from pipeline.errors import EngineError
 from pipeline.records import TeardownProof
 from serve.deployment import EngineOptions, EngineReplica
 from serve.keys import KeyRing
 from serve.portable import localized
 from serve.proxy import PassThrough
-from serve.service import ChampionSpec, ProxySettings
+from serve.service import ChampionSpec, ProxySettings, Switch
 
 log = logging.getLogger("ray.serve")
 POLL_S = 0.05
-
-
-class Switch(Frozen):
-    """How a change of configuration went."""
-
-    outcome: Literal["switched", "rolled back"]
-    asked: str  # config_id
-    seconds: float
-    seconds_without_service: float
-    drained: bool  # False: what was still inside was cut off, with an error body
-    failure: str | None = None
 
 
 class Champion:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
@@ -45,6 +45,17 @@ class ChampionSpec(Frozen):
     bridge: str | None = None
     drain_s: NonNegativeFloat = 30.0
     expected_start_s: PositiveFloat = 120.0
+
+
+class Switch(Frozen):
+    """How a change of configuration went."""
+
+    outcome: Literal["switched", "rolled back"]
+    asked: str  # config_id
+    seconds: float
+    seconds_without_service: float
+    drained: bool  # False: what was still inside was cut off, with an error body
+    failure: str | None = None
 
 
 class Shape(Frozen):

@@ -10,9 +10,8 @@ from ray import serve
 from pipeline.config import EngineConfig
 from pipeline.errors import PromotionError
 from serve.app import application
-from serve.champion import Switch
 from serve.deployment import Deployed, EngineOptions
-from serve.service import APP_NAME, Service
+from serve.service import APP_NAME, Service, Switch
 
 POLL_S = 0.2
 

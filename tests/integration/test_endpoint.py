@@ -18,7 +18,7 @@ import pytest
 
 from pipeline.config import EngineConfig
 from pipeline.spec import Limits
-from serve.service import ChampionSpec, ProxySettings, Service
+from serve.service import ChampionSpec, ProxySettings, Service, Switch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -222,12 +222,20 @@ def test_a_champion_that_does_not_start_is_followed_by_the_old_one(endpoint: str
     from serve.switching import put_in_service
 
     good = service(folder, ttft_ms=6)
-    assert put_in_service(good).outcome == "switched"
+    assert changed(good).outcome == "switched"
     load = Load(endpoint, 4)
-    switch = asyncio.run(load.during(lambda: put_in_service(service(folder, fail="oom_capture"))))
+    switch: Any = asyncio.run(load.during(lambda: put_in_service(service(folder, fail="oom_capture"))))
     assert switch.outcome == "rolled back"
     assert "oom" in switch.failure
     assert load.broken == []
     with urllib.request.urlopen(f"{endpoint}/health", timeout=10) as answer:
         assert answer.status == 200
-    assert put_in_service(good).asked == switch.asked  # nothing to change: the good one runs
+    assert changed(good).asked == switch.asked  # nothing to change: the good one runs
+
+
+def changed(wanted: Service) -> Switch:
+    from serve.switching import put_in_service
+
+    switch = put_in_service(wanted)
+    assert switch is not None
+    return switch
