@@ -73,9 +73,8 @@ def accept_ceiling(config: EngineConfig) -> int | None:
     speculation = config.speculation
     if isinstance(speculation, DraftModelSpeculation):
         return speculation.num_steps + 1 if speculation.num_steps else None
-    if isinstance(speculation, NgramSpeculation) and speculation.num_draft_tokens:
-        # SGLang counts the verified token among the draft tokens, prompt lookup does not.
-        return speculation.num_draft_tokens + (config.engine == "embedded")
+    if isinstance(speculation, NgramSpeculation):
+        return speculation.num_draft_tokens  # what one pass verifies: the bonus token is one of them
     if isinstance(speculation, DflashSpeculation):
         return speculation.block_size
     return None
