@@ -235,7 +235,7 @@ class EngineProcess:
                         self._unready(f"it says that it is ready and refuses a generate: {error}")
                     ) from error
                 else:
-                    raise self._error(watch.mute(self.launch.base_url, str(error), self._log, "warm-up")) from error
+                    raise self._error(self._mute(error)) from error
 
     def _read_settings(self) -> dict[str, Any]:
         try:
@@ -263,6 +263,9 @@ class EngineProcess:
         if self.exit_code is not None:
             text = self._log.text()
             raise self._error(logs.classify(text, self.exit_code, self._phase, env=self.launch.env))
+
+    def _mute(self, error: watch.NoAnswerError) -> Failure:
+        return watch.mute(self.launch.base_url, str(error), self._log, "warm-up", self.limits.generate_s)
 
     def _unready(self, cause: str) -> Failure:
         text = self._log.text()

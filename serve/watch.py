@@ -197,14 +197,14 @@ class Liveness:
         try:
             generate(self.base_url, self.engine, self.generate_s)
         except NoAnswerError as error:
-            self._failure = mute(self.base_url, str(error), self.log, "measure")
+            self._failure = mute(self.base_url, str(error), self.log, "measure", self.generate_s)
 
 
-def mute(base_url: str, error: str, log: Log, phase: str) -> Failure:
-    """The failure of an engine whose generate failed: mute when it still calls itself healthy, else hung."""
+def mute(base_url: str, error: str, log: Log, phase: str, limit_s: float) -> Failure:
+    """The failure of an engine whose generate failed: mute when its server still answers, else hung."""
     tail = tuple(log.text().splitlines()[-logs.TAIL_LINES :])
     try:
-        request(base_url, "/server_info", None, HEALTH_S)
+        request(base_url, "/server_info", None, min(HEALTH_S, limit_s))
     except NoAnswerError:
         cause = f"the engine answers nothing any more ({error})"
         return Failure(failure_class=FailureClass.HANG, cause=cause, phase=phase, log_tail=tail)

@@ -82,6 +82,7 @@ class FakeServer:
         self.info = DEFAULTS | {"served_model_name": model, "model_path": model} | asked | knobs.resolved
         self.info["launch_command"] = " ".join(sys.argv)
         self.children: list[int] = []
+        self.failure = knobs.fail.rpartition(":")[2]
 
     # ---- log
 
@@ -99,7 +100,7 @@ class FakeServer:
         """Print a recorded log with its silences compressed, up to the ready line or the first sigquit."""
         previous: datetime | None = None
         for line in _read(path).splitlines():
-            if READY in line or "sigquit" in line:
+            if READY in line or "Received sigquit" in line:
                 return
             if found := STAMP.match(line):
                 now = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S")
@@ -111,7 +112,7 @@ class FakeServer:
 
     def phase(self, name: str) -> None:
         """Pass one phase of the start, unless the knobs say that the life ends or hangs here."""
-        failure = self.knobs.fail.partition(":")[2] or self.knobs.fail
+        failure = self.failure
         at = self.knobs.fail.partition(":")[0] if ":" in self.knobs.fail else failure and FAILURES[failure].phase
         if self.knobs.busy_at == name:
             self._compile()
@@ -191,7 +192,7 @@ class FakeServer:
     # ---- ends
 
     def _die_running(self) -> None:
-        self.die(FAILURES[self.knobs.fail or "scheduler_killed"])
+        self.die(FAILURES[self.failure or "scheduler_killed"])
 
     def die(self, death: Death) -> NoReturn:
         """Print the failure's lines and go, leaving the children behind as SGLang may."""

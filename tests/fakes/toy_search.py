@@ -30,6 +30,9 @@ class Broken:
     rule: str
     reason: str
 
+    def text(self) -> str:
+        return f"{self.rule}: {self.reason}"
+
 
 @dataclass
 class ToySpace:

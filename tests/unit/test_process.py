@@ -72,7 +72,7 @@ def test_the_healthiest_silence_is_long(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_hung_start_exceeds_the_stall_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Replay("tp2_fusion", tmp_path / "log", monkeypatch).longest_silence_s(until_s=600) > Limits().stall_s
+    assert Replay("tp2_fusion", tmp_path / "log", monkeypatch).longest_silence_s(until_s=250) > Limits().stall_s
 
 
 def stall_clock(tmp_path: Path, text: str = "") -> watch.StallClock:
