@@ -67,10 +67,10 @@ def view_key(study: str) -> str:
 
 def view_tag(study: str, records: Iterable[TrialRecord]) -> tuple[str, str]:
     """The experiment tag (key, value) that holds a study's view: its trials, columns, and charts."""
+    params = dict.fromkeys((*PARAMS, *_varying(records)))
     columns = [_column("metrics", name) for name in METRICS]
-    columns += [_column("params", name) for name in dict.fromkeys((*PARAMS, *_varying(records)))] + [
-        _column("tags", name) for name in TAGS
-    ]
+    columns += [_column("params", name) for name in params]
+    columns += [_column("tags", name) for name in TAGS]
     state = {
         "searchFilter": f"tags.`fastverify.study` = '{study}' and tags.`fastverify.trial` != 'study'",
         "orderByKey": _column("metrics", "objective"),
@@ -81,7 +81,9 @@ def view_tag(study: str, records: Iterable[TrialRecord]) -> tuple[str, str]:
         "hideEmptyCharts": True,
         "isAccordionReordered": True,  # keeps this section before those that MLflow adds
         "compareRunCharts": _charts(),
-        "compareRunSections": [{"uuid": "why", "name": "Which and why", "display": True, "isReordered": False}],
+        "compareRunSections": [
+            {"uuid": "why", "name": "Which and why", "display": True, "isReordered": False, "columns": 2}
+        ],
     }
     return TAG + view_key(study), json.dumps(state)
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.mlflow_view import compare_url, view_url
 from pipeline.report import load_report, write_html
 from tests.fakes.fake_study import full_study
 
@@ -79,3 +86,86 @@ def test_dark_mode_and_print_are_readable(browser: Any, page_file: Path) -> None
     page.wait_for_function(f"{fill} === 'rgb(31, 35, 40)'", timeout=LIMIT_MS)
     assert page.pdf()[:5] == b"%PDF-"
     assert errors == []
+
+
+@pytest.fixture(scope="module")
+def mlflow_pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, list[str]]]:
+    """A study logged as the driver logs it, and the server that `make ui` starts: base URL, experiment, runs."""
+    from mlflow import MlflowClient
+    from pipeline.store import Study
+    from pipeline.tracking import MlflowTracker
+    from pipeline.ui import server
+
+    root = tmp_path_factory.mktemp("runs")
+    study = Study.open(full_study().write(root))
+    tracker = MlflowTracker(study, f"sqlite:///{root}/mlflow.db")
+    tracker.open()
+    tracker.finish({"winner": "EAGLE3"}, [])
+    experiment = str(study.facts["mlflow_experiment_id"])
+    runs = MlflowClient(tracker.uri).search_runs([experiment], order_by=["metrics.objective DESC"])
+    chosen = [run for run in runs if "objective" in run.data.metrics]
+    command, added = server(root, free_port())
+    base = f"http://127.0.0.1:{added['MLFLOW_PORT']}"
+    with (root / "ui.log").open("w") as log:
+        process = subprocess.Popen(
+            command, env={**os.environ, **added}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        wait_until_answering(f"{base}/health", process)
+        yield base, experiment, [chosen[0].info.run_id, chosen[len(chosen) // 2].info.run_id, chosen[-1].info.run_id]
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def wait_until_answering(url: str, process: subprocess.Popen[bytes], limit_s: float = 90) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the MLflow server ended"
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(f"{url} did not answer within {limit_s} s")
+
+
+def mlflow_page(browser: Any, url: str) -> Any:
+    context = browser.new_context(viewport={"width": 1280, "height": 1000})
+    page = context.new_page()
+    # MLflow's assistant covers a third of the page the first time.
+    page.add_init_script("localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')")
+    page.goto(url, timeout=LIMIT_MS)
+    return page
+
+
+@pytest.mark.slow
+def test_mlflow_shows_which_and_why(browser: Any, mlflow_pages: tuple[str, str, list[str]]) -> None:
+    base, experiment, _ = mlflow_pages
+    page = mlflow_page(browser, view_url(base, experiment, "gpu2"))
+    page.get_by_text("26 matching runs").wait_for(timeout=LIMIT_MS)
+    header = page.locator("[role=columnheader]").all_inner_texts()
+    for column in ("accept_length", "objective", "speedup_vs_baseline", "algorithm"):
+        assert any(column in text for text in header), header
+    first = page.locator("[data-testid=experiment-view-table-run-name], a[href*='/runs/']").first
+    assert "EAGLE3 steps=3" in first.inner_text()
+    charts = mlflow_page(browser, view_url(base, experiment, "gpu2", "CHART"))
+    charts.get_by_text("Which and why").wait_for(timeout=LIMIT_MS)
+    charts.get_by_text("Parallel Coordinates").first.wait_for(timeout=LIMIT_MS)
+
+
+@pytest.mark.slow
+def test_mlflows_compare_page_plots_the_speed_up(browser: Any, mlflow_pages: tuple[str, str, list[str]]) -> None:
+    base, experiment, runs = mlflow_pages
+    page = mlflow_page(browser, compare_url(base, experiment, runs))
+    page.get_by_text("Comparing 3 Runs from 1 Experiment").wait_for(timeout=LIMIT_MS)
+    page.locator(".js-plotly-plot").first.wait_for(timeout=LIMIT_MS)
+    assert page.get_by_text("speedup_vs_baseline").first.is_visible()
+    assert page.get_by_text("algorithm", exact=True).first.is_visible()
+    assert page.get_by_text(re.compile(r"^\d{3} EAGLE3 ")).first.is_visible()

@@ -1,0 +1,50 @@
+"""What MLflow's table and charts are told to show."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipeline.mlflow_view import PARAMS, compare_url, summary_metrics, summary_params, view_tag, view_url
+from tests.fakes.fake_study import BASELINE, WINNER, FakeStudy, config, eagle, full_study
+
+
+def test_a_trials_summary_agrees_with_its_model() -> None:
+    study = FakeStudy(noise=0.0)
+    baseline, winner = study.trial(BASELINE, "baseline"), study.trial(WINNER)
+    found = summary_metrics(winner, baseline)
+    assert found["speedup_vs_baseline"] == pytest.approx(1.7, abs=0.05)
+    assert found["break_even_accept_length"] == pytest.approx(
+        found["accept_length"] / found["speedup_vs_baseline"], abs=0.002
+    )
+    assert summary_metrics(baseline, baseline) == {"speedup_vs_baseline": 1.0}
+
+
+def test_a_trial_without_figures_has_no_summary() -> None:
+    study = full_study()
+    failed = next(record for record in study.records if record.status == "failed")
+    assert summary_metrics(failed, study.records[0]) == {}
+    assert summary_metrics(study.records[0], None) == {}
+
+
+def test_every_trial_states_the_common_parameters() -> None:
+    for record in full_study().records:
+        assert {"algorithm", *summary_params(record.config)} == set(PARAMS)
+    assert summary_params(config(eagle(3), nccl_proto="LL"))["collectives"] == "nccl_proto=LL"
+    assert summary_params(config())["draft_tokens"] == "0"
+
+
+def test_the_view_shows_the_settings_that_varied() -> None:
+    name, value = view_tag("gpu2", full_study().records)
+    state = json.loads(value)
+    assert name == "mlflow.sharedViewState.fastverify-gpu2"
+    assert "params.`speculation.EAGLE3.num_steps`" in state["selectedColumns"]
+    assert "params.`speculation.EAGLE3.eagle_topk`" not in state["selectedColumns"]  # 1 wherever it exists
+    assert "fastverify.study` = 'gpu2'" in state["searchFilter"]
+    assert len(value) < 5000  # MLflow's limit of an experiment tag's value
+
+
+def test_links_are_quoted() -> None:
+    assert view_url("http://h", "1", "a study").endswith("viewStateShareKey=fastverify-a%20study&compareRunsMode=TABLE")
+    assert compare_url("http://h", "1", ["x"]) == "http://h/#/compare-runs?runs=%5B%22x%22%5D&experiments=%5B%221%22%5D"
