@@ -82,7 +82,7 @@ def register(
     registry: Registry, service: Service, candidate: Candidate, evidence: Evidence, decision: Decision, file: Path
 ) -> Version:
     """Register the champion, move the aliases, and keep the service with this machine's own paths beside `file`."""
-    from pipeline.registry import SERVICE_FILE, as_json
+    from pipeline.registry import REPORT_FILE, SERVICE_FILE, as_json
     from serve.service import deploy_yaml, portable_service
 
     facts = candidate.study.facts
@@ -101,7 +101,7 @@ def register(
     files = {
         SERVICE_FILE: portable.model_dump_json(indent=2),
         "champion.yaml": deploy_yaml(service),
-        "promotion.json": as_json(promotion_report(evidence, decision)),
+        REPORT_FILE: as_json(promotion_report(evidence, decision)),
         "space.yaml": candidate.study.space_file.read_text(),
     }
     version = registry.register(files, params=_flat(config), tags=tags, run_id=facts.get("mlflow_run_id"))

@@ -51,7 +51,7 @@ def promote(
     uri = tracking_uri or default_uri(runs)
     say: Say = (lambda _: None) if json_ else typer.echo
     if what is None:
-        _go_back(_registry(uri, model, runs), runs / "champion.json", address, say)
+        roll_back(open_registry(uri, model, runs), runs / "champion.json", address, say)
         return
     job = Job(what, runs, uri, address, force, rounds, soak_minutes)
     decision = _promote(job, say)
@@ -130,7 +130,7 @@ def _install(job: Job, bench: Bench, evidence: Evidence, decision: Decision, reg
     bench.say(f"registered: models:/{version.name}/{version.version}, alias champion")
 
 
-def _go_back(registry: Registry, file: Path, address: str | None, say: Say) -> None:
+def roll_back(registry: Registry, file: Path, address: str | None, say: Say) -> None:
     """Make the previous champion the champion; in service too, where one serves."""
     from pipeline.cluster import cluster
     from pipeline.installing import go_back, previous_service
@@ -143,7 +143,8 @@ def _go_back(registry: Registry, file: Path, address: str | None, say: Say) -> N
         go_back(registry, service, version, file, live=True, say=say)
 
 
-def _registry(uri: str, model: str | None, runs: Path) -> Registry:
+def open_registry(uri: str, model: str | None, runs: Path) -> Registry:
+    """The registry of the model that these runs serve, or of `model`."""
     from pipeline.registry import Registry, registered_name
     from serve.service import Service
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CHAMPION, PREVIOUS = "champion", "previous"
 MODEL_TYPE = "serving-config"
-SERVICE_FILE = "service.json"
+SERVICE_FILE, REPORT_FILE = "service.json", "promotion.json"
 
 
 class Version(Frozen):
@@ -47,8 +47,12 @@ class Registry:
     def __init__(self, uri: str, name: str) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
+        import mlflow
         from mlflow import MlflowClient
 
+        # A version's source is looked up through the process's own setting, whatever the client was given.
+        mlflow.set_tracking_uri(uri)
+        mlflow.set_registry_uri(uri)
         self.uri, self.name = uri, name
         self._client: MlflowClient = MlflowClient(tracking_uri=uri, registry_uri=uri)
 
@@ -82,6 +86,12 @@ class Registry:
         """A version's service as JSON."""
         with tempfile.TemporaryDirectory() as folder:
             return (self.files(version, Path(folder)) / SERVICE_FILE).read_text()
+
+    def report(self, version: Version) -> dict[str, Any]:
+        """What a version's promotion measured and decided."""
+        with tempfile.TemporaryDirectory() as folder:
+            found: dict[str, Any] = json.loads((self.files(version, Path(folder)) / REPORT_FILE).read_text())
+        return found
 
     def register(
         self, files: Mapping[str, str], *, params: Mapping[str, Any], tags: Mapping[str, str], run_id: str | None

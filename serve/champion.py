@@ -59,7 +59,7 @@ class Champion:
             EngineError: no engine runs now, neither the new nor the old; Serve replaces the replica.
         """
         wanted = ChampionSpec.model_validate(user_config)
-        self._proxy.settings = wanted.proxy
+        self._proxy.configure(wanted.proxy)
         if self._spec is None:
             await self._start(wanted)
         elif wanted.config != self._spec.config:

@@ -12,29 +12,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
-from pydantic import PositiveFloat, PositiveInt
 from yarl import URL
 
-from pipeline.config import Frozen
 from serve.keys import KeyRing
 from serve.openai import Refusal, check_route, forwarded, header, request_id
 from serve.relay import ClientGone, Message, Receive, Reply, Send, copy, engine_url, read_body, until_gone
-
-
-class ProxySettings(Frozen):
-    """Limits of the endpoint.
-
-    `timeout_s` bounds a whole request; the engine is told to stop when it passes. The server in
-    front may write `x-request-id` itself: `echo_request_id` is off there.
-    """
-
-    max_body_bytes: PositiveInt = 8 * 2**20
-    max_concurrent: PositiveInt = 256
-    timeout_s: PositiveFloat = 600.0
-    connect_s: PositiveFloat = 5.0
-    echo_request_id: bool = True
+from serve.sample import Sample
+from serve.service import ProxySettings
 
 
 @dataclass(eq=False)
@@ -72,7 +59,12 @@ class PassThrough:
         self._route: Target | Outage = Outage("the engine is starting", time.monotonic())
         self._session: aiohttp.ClientSession | None = None
         self._in_flight = 0
+        self._sample = _sample(self.settings)
         self.answers: Counter[str] = Counter()
+
+    def configure(self, settings: ProxySettings) -> None:
+        """Take new limits for requests from now on."""
+        self.settings, self._sample = settings, _sample(settings)
 
     # -- steering ------------------------------------------------------------------------------
 
@@ -148,6 +140,8 @@ class PassThrough:
             return await self._metrics(reply)
         with self._slot() as target:
             body = await read_body(scope["headers"], receive, self.settings.max_body_bytes)
+            if self._sample is not None:
+                self._sample.offer(route, body)
             url = engine_url(target.base_url, path, scope.get("query_string", b""))
             headers = forwarded(scope["headers"], identity)
             await until_gone(receive, self._relay(scope["method"], url, headers, body, reply))
@@ -229,3 +223,9 @@ class PassThrough:
         finally:
             self._in_flight -= 1
             target.in_flight -= 1
+
+
+def _sample(settings: ProxySettings) -> Sample | None:
+    if settings.sample_file is None:
+        return None
+    return Sample(Path(settings.sample_file), every=settings.sample_every, limit=settings.sample_limit)

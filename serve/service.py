@@ -21,7 +21,8 @@ class ProxySettings(Frozen):
     """Limits of the endpoint.
 
     `timeout_s` bounds a whole request; the engine is told to stop when it passes. The server in
-    front may write `x-request-id` itself: `echo_request_id` is off there.
+    front may write `x-request-id` itself: `echo_request_id` is off there. Prompts are kept only where
+    `sample_file` asks for it: one chat in `sample_every`, until the file has `sample_limit`.
     """
 
     max_body_bytes: PositiveInt = 8 * 2**20
@@ -29,6 +30,9 @@ class ProxySettings(Frozen):
     timeout_s: PositiveFloat = 600.0
     connect_s: PositiveFloat = 5.0
     echo_request_id: bool = True
+    sample_file: str | None = None
+    sample_every: PositiveInt = 10
+    sample_limit: PositiveInt = 1000
 
 
 class ChampionSpec(Frozen):
