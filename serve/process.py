@@ -203,12 +203,10 @@ class EngineProcess:
 
     def _owns_port(self) -> bool:
         """True when a process of ours listens. A container's processes are not visible: then the settings decide."""
-        pids = [process.pid for process in procfs.descendants(self._guard_pid)]
-        if procfs.listens(pids, self._port):
-            return True
-        inodes = procfs.listening_inodes(self._port)
-        strangers = any(procfs.listens([pid], self._port) for pid in procfs.table())
-        return bool(inodes) and not strangers and self._command_is_ours(self._read_settings())
+        listeners = procfs.listeners(self._port, procfs.table())
+        if listeners:
+            return bool(listeners & {process.pid for process in procfs.descendants(self._guard_pid)})
+        return bool(procfs.listening_inodes(self._port)) and self._command_is_ours(self._read_settings())
 
     def _command_is_ours(self, info: dict[str, Any]) -> bool:
         said = info.get("launch_command")

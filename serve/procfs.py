@@ -112,10 +112,10 @@ def shared_memory(pid: int) -> set[str]:
     return {name.removesuffix(" (deleted)") for name in maps} | {f for f in _open_files(pid) if f.startswith(SHM)}
 
 
-def listens(pids: Iterable[int], port: int) -> bool:
-    """True when one of these processes has the listening socket of `port`."""
+def listeners(port: int, pids: Iterable[int]) -> set[int]:
+    """Those of these processes that have a listening socket on `port`."""
     wanted = {f"socket:[{inode}]" for inode in listening_inodes(port)}
-    return bool(wanted) and any(name in wanted for pid in pids for name in _open_files(pid))
+    return {pid for pid in pids if wanted & _open_files(pid)} if wanted else set()
 
 
 def listening_inodes(port: int) -> set[str]:

@@ -171,8 +171,7 @@ def test_who_listens() -> None:
         port = server.getsockname()[1]
         assert not procfs.listening_inodes(port)
         server.listen()
-        assert procfs.listens([os.getpid()], port)
-        assert not procfs.listens([1], port)
+        assert procfs.listeners(port, [os.getpid(), 1]) == {os.getpid()}
         assert port in procfs.listening_ports([os.getpid()])
     assert not procfs.listening_inodes(port)
 
