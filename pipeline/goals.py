@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from pipeline.metrics import objective, violations
 from pipeline.records import Estimate, LevelResult, TrialRecord
@@ -69,55 +69,70 @@ def _limits_broken(levels: Sequence[LevelResult], spec: ObjectiveSpec) -> str | 
     return "; ".join(words) or None
 
 
+Levels = tuple[LevelResult, ...]
+# Before that many trials have shown how their levels differ, none is stopped and none is completed by guess.
+ENOUGH_TRIALS = 5
+
+
 @dataclass(frozen=True)
 class StopRule:
     """Judges a running trial after each load level; picklable. Called with the levels so far, None means go on.
 
-    A level still to come is credited with the best that any trial has shown there, so a trial is stopped
-    only when even that would leave it below the best trial by more than the spread.
+    A level still to come is credited with the best that any trial has shown there, or with the most favourable
+    step that any trial made from the last measured level, whichever is more: a trial is stopped only when even
+    that leaves it below the best by more than the spread.
 
     Args:
-        spec: the study's goals and limits; a Pareto study stops for broken limits only.
+        spec: the study's goals and limits; without a single throughput goal only broken limits stop a trial.
         best: the goal's value of the best trial so far.
         spread: the noise floor, as a share.
-        ceilings: per level key, the best result that any trial has shown.
+        finished: the levels of the trials that ran to their end.
     """
 
     spec: ObjectiveSpec
     best: float | None = None
     spread: float = 0.0
-    ceilings: Mapping[str, LevelResult] = field(default_factory=dict)
+    finished: tuple[Levels, ...] = ()
 
-    def __call__(self, levels: tuple[LevelResult, ...]) -> str | None:
+    def __call__(self, levels: Levels) -> str | None:
         return cannot_win(levels, self)
 
 
-def cannot_win(levels: Sequence[LevelResult], rule: StopRule) -> str | None:
+def cannot_win(levels: Levels, rule: StopRule) -> str | None:
     """Why a trial with these levels can no longer win; None when it still can, or when all levels are in."""
-    measured = {level.level.key for level in levels}
-    to_come = [level for key, level in rule.ceilings.items() if key not in measured]
-    if not to_come:
+    if all(len(levels) >= len(whole) for whole in rule.finished):
         return None
     excess = {name: by for name, by in violations(levels, rule.spec.constraints).items() if by > rule.spread}
     if excess:
         return "breaks " + ", ".join(excess)
-    if rule.best is None or len(rule.spec.goals) > 1:
+    complete = completed(levels, rule.finished, max) if len(rule.spec.goals) == 1 else None
+    bound = objective(complete, rule.spec.goals[0]) if complete and rule.spec.goals[0].maximize else None
+    if bound is None or rule.best is None:
         return None
-    bound = objective((*levels, *to_come), rule.spec.goals[0])
-    ahead = 0.0 if bound is None else gain(bound.value, rule.best, rule.spec.goals[0])
+    ahead = gain(bound.value, rule.best, rule.spec.goals[0])
     if ahead >= -rule.spread:
         return None
     return f"stays {-ahead:.1%} behind the best trial at best, spread {rule.spread:.1%}"
 
 
-def ceilings(records: Iterable[TrialRecord], goal: Goal) -> dict[str, LevelResult]:
-    """Per load level, the result that is best in the goal's metric over all trials that may win."""
-    alone = Goal(metric=goal.metric)
-    best: dict[str, tuple[float, LevelResult]] = {}
-    for record in records:
-        for level in record.measurement.levels if record.may_win and record.measurement else ():
-            figure = objective((level,), alone)
-            score = None if figure is None else figure.value * (1 if goal.maximize else -1)
-            if score is not None and (level.level.key not in best or score > best[level.level.key][0]):
-                best[level.level.key] = score, level
-    return {key: level for key, (_, level) in best.items()}
+def completed(levels: Levels, finished: Sequence[Levels], of: Callable[[list[float]], float]) -> Levels | None:
+    """The levels of a stopped trial, and guesses of the throughputs to come from trials that ran to their end.
+
+    Args:
+        levels: measured, in order.
+        finished: what other trials showed at all levels.
+        of: `max` of their steps from the last measured level, for a bound, or a median, for an expectation.
+    """
+    if len(finished) < ENOUGH_TRIALS or not levels:
+        return None
+    last, known = levels[-1], {level.level.key for level in levels}
+    tables = [{level.level.key: level.output_tok_per_s.value for level in whole} for whole in finished]
+    guessed = []
+    for model in (level for level in finished[0] if level.level.key not in known):
+        key = model.level.key
+        step = of([table[key] / table[last.level.key] for table in tables if key in table and last.level.key in table])
+        value = last.output_tok_per_s.value * step
+        if of is max:
+            value = max(value, *(table[key] for table in tables if key in table))
+        guessed.append(model.model_copy(update={"output_tok_per_s": Estimate(value=value), "requests_per_s": None}))
+    return (*levels, *guessed)

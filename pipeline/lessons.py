@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from pipeline.ablation import settings_of
-from pipeline.goals import launched, why_not, worth
-from pipeline.metrics import violations
+from pipeline.goals import completed, launched, worth
+from pipeline.metrics import objective, violations
 from pipeline.records import FailureClass, TrialRecord
-from pipeline.spec import ObjectiveSpec
+from pipeline.spec import Goal, ObjectiveSpec
 
 REGION_FAILURES = 3
 # Failures that come from outside the configuration teach nothing about it.
@@ -20,11 +21,17 @@ _ACCIDENTS = {FailureClass.PORT, FailureClass.KILLED, FailureClass.MEASUREMENT, 
 
 @dataclass(frozen=True)
 class Observation:
-    """A finished point. `values` is None where there are no figures; it is feasible when `violation` ≤ 0."""
+    """A finished trial. `values` is None where there are no figures; it is feasible when `violation` ≤ 0.
+
+    `params` is empty for trials that are no point of the space; `launched` is False where the figures are another
+    trial's.
+    """
 
     params: dict[str, Any]
+    settings: dict[str, Any]
     values: tuple[float, ...] | None
     violation: float = 0.0
+    launched: bool = True
 
 
 @dataclass(frozen=True)
@@ -41,30 +48,42 @@ class LeftRegion:
 
 
 def observations(records: Sequence[TrialRecord], spec: ObjectiveSpec) -> list[Observation]:
-    """Every point of the space that was launched, reused or pruned, once."""
+    """Every launch, and every point that turned out to be the same as one."""
     by_number = {record.number: record for record in records}
     worths = [worth(records, goal) for goal in spec.goals]
+    if len(spec.goals) == 1 and spec.goals[0].metric == "output_tok_per_s":
+        worths[0] |= _expected(records, spec.goals[0])
     found = []
     for record in records:
-        if record.params and record.role in ("seed", "search"):
-            launch = by_number.get(record.number if record.reused_from is None else record.reused_from, record)
-            values = tuple(by_trial[launch.number] for by_trial in worths if launch.number in by_trial)
-            complete = values if len(values) == len(worths) else None
-            found.append(Observation(record.params, complete, _violation(launch, spec)))
+        if record.status == "pruned":
+            continue  # rules are asked before a launch, so the sampler need not learn them
+        launch = by_number.get(record.number if record.reused_from is None else record.reused_from, record)
+        values = tuple(by_trial[launch.number] for by_trial in worths if launch.number in by_trial)
+        complete = values if len(values) == len(worths) else None
+        violation, settings = _violation(launch, spec), settings_of(launch.config)
+        found.append(Observation(record.params, settings, complete, violation, launch is record))
+    return found
+
+
+def _expected(records: Sequence[TrialRecord], goal: Goal) -> dict[int, float]:
+    """What trials that were stopped early would probably have given."""
+    finished = [r.measurement.levels for r in records if r.status == "ok" and r.measurement]
+    found = {}
+    for record in records:
+        if record.status == "stopped" and record.measurement:
+            complete = completed(record.measurement.levels, finished, statistics.median)
+            value = objective(complete, goal) if complete else None
+            if value is not None:
+                found[record.number] = value.value
     return found
 
 
 def _violation(record: TrialRecord, spec: ObjectiveSpec) -> float:
-    """How infeasible a trial is: 0 for one that may win, the excess over a limit, 1 for a failure."""
-    if record.status == "pruned":
+    """How infeasible a trial is: 1 for a failure or figures not to be trusted, else the worst excess over a limit."""
+    lossy = record.lossless is not None and not record.lossless.passed
+    if record.measurement is None or lossy or any(broken.fatal for broken in record.broken):
         return 1.0
-    if why_not(record, spec) is None:
-        return 0.0
-    if record.status == "ok" and record.may_win and record.measurement:
-        return max(
-            (by for by in violations(record.measurement.levels, spec.constraints).values() if by > 0), default=1.0
-        )
-    return 0.1 if record.status == "stopped" else 1.0
+    return max(0.0, *violations(record.measurement.levels, spec.constraints).values())
 
 
 def left_regions(records: Iterable[TrialRecord]) -> tuple[LeftRegion, ...]:

@@ -6,16 +6,17 @@ killed anywhere goes on where it was, and the offline benchmarks replay the very
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipeline.ablation import TOGETHER, Effect, settings_of
 from pipeline.closing import Closing
 from pipeline.config import EngineConfig
-from pipeline.goals import StopRule, ceilings, launched, value_of, why_not
+from pipeline.goals import StopRule, launched, value_of, why_not
 from pipeline.lessons import LeftRegion, busy_seconds, left_regions, observations
 from pipeline.records import Role, Status, TrialRecord
 from pipeline.sampling import Point, Sampler, Space
@@ -29,11 +30,7 @@ RANDOM_DRAWS = 400  # of these in a row already known, the space counts as exhau
 class Violated(Protocol):
     """A broken rule (`pipeline.rules.Violation`)."""
 
-    @property
-    def rule(self) -> str: ...
-
-    @property
-    def reason(self) -> str: ...
+    def text(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -115,13 +112,15 @@ class Proposer:
         self._undelivered: list[TrialRecord] = []
         self._known = {_key(record.params) for record in self._records if record.params}
         self._seed_points = [*space.seeds(), *extra_seeds]
-        directions = [goal.maximize for goal in objective.goals]
-        self._sampler = Sampler(
-            space, search.sampler, seed=search.seed, startup=search.startup_trials, maximize=directions
-        )
-        self._fallback = Sampler(space, "random", seed=search.seed + 1)
+        maximize = tuple(goal.maximize for goal in objective.goals)
+        self._sampler = Sampler(space, search.sampler, search.seed, search.startup_trials, maximize, self._describe)
+        self._sequence = (
+            self._sampler if self._sampler.is_sequence else Sampler(space, "random", search.seed)
+        ).sequence()
+        self._described: dict[str, Mapping[str, Any]] = {}
         self._exhausted: str | None = None
         self._finished = False
+        self._noted: set[tuple[Any, ...]] = {(r.status, r.reason, r.reused_from) for r in self._records}
         self.baseline = canonical(space.baseline())
 
     # -- what callers use
@@ -228,8 +227,7 @@ class Proposer:
 
     def _undo(self, config: EngineConfig, name: str) -> Proposal | None:
         if broken := self._check(config):
-            reason = f"{broken[0].rule}: {broken[0].reason}"
-            self._note("ablation", config, "pruned", {}, reason=reason, undone=name)
+            self._note("ablation", config, "pruned", {}, reason=broken[0].text(), undone=name)
         elif same := self._of(config.config_id):
             self._note("ablation", config, "reused", {}, reused_from=same[0].number, undone=name)
         else:
@@ -245,27 +243,32 @@ class Proposer:
     # -- search
 
     def _draw(self) -> Proposal | None:
-        seen = observations(self._records, self.objective)
-        for attempt in range(MODEL_DRAWS + RANDOM_DRAWS):
-            model = attempt < MODEL_DRAWS or self._sampler.is_sequence
-            sampler = self._sampler if model else self._fallback
-            in_flight = [proposal.params for proposal in self._pending.values() if proposal.params]
-            point = sampler.draw(seen, in_flight, key=(self._free_number(), attempt))
-            if point is None:
-                self._exhausted = "every point of the grid was tried"
-                return None
+        for point in self._draws():
             proposal = None if _key(point) in self._known else self._admit(point, "search")
             if proposal:
                 return proposal
-        self._exhausted = f"the space is exhausted: {MODEL_DRAWS + RANDOM_DRAWS} draws in a row gave nothing new"
+        grid = self.search.sampler == "grid"
+        self._exhausted = (
+            "every point of the grid was tried"
+            if grid
+            else f"the space is exhausted: {RANDOM_DRAWS} random draws in a row gave nothing new"
+        )
         return None
+
+    def _draws(self) -> Iterator[Point]:
+        """Points to try, best first: the model's own, then random ones in case those are all known."""
+        if not self._sampler.is_sequence:
+            in_flight = [proposal.params for proposal in self._pending.values() if proposal.params]
+            seen = observations(self._records, self.objective)
+            yield from itertools.islice(self._sampler.points(seen, in_flight, self._free_number()), MODEL_DRAWS)
+        yield from itertools.islice(self._sequence, None if self.search.sampler == "grid" else RANDOM_DRAWS)
 
     def _admit(self, params: Point, role: Role) -> Proposal | None:
         """A launch for the point, or a record that says why it needs none."""
         config = self.space.config(params)
         broken = self._check(config)
         if broken:
-            self._note(role, config, "pruned", params, reason=f"{broken[0].rule}: {broken[0].reason}")
+            self._note(role, config, "pruned", params, reason=broken[0].text())
             return None
         config = self._canonical(config)
         if same := self._of(config.config_id):
@@ -281,14 +284,22 @@ class Proposer:
         regions = self.left_regions()
         return next((region for region in regions if pairs.items() >= dict(region.settings).items()), None)
 
+    def _describe(self, params: Point) -> Mapping[str, Any]:
+        """The settings that the engine would make of a point."""
+        key = _key(params)
+        if key not in self._described:
+            self._described[key] = settings_of(self._canonical(self.space.config(params)))
+        return self._described[key]
+
     def _stop_rule(self) -> StopRule | None:
         if not self.search.early_stop:
             return None
         goal = self.objective.goals[0]
-        able = [r for r in self._records if why_not(r, self.objective) is None and launched(r)]
+        able = [r for r in self._records if r.status == "ok" and why_not(r, self.objective) is None]
         values = [value.value for record in able if (value := value_of(record, goal))]
         best = (max(values) if goal.maximize else min(values)) if values else None
-        return StopRule(self.objective, best, self._view().noise, ceilings(able, goal))
+        finished = tuple(record.measurement.levels for record in able if record.measurement)
+        return StopRule(self.objective, best, self._view().noise, finished)
 
     def _search_over(self) -> str | None:
         """Why the search has ended, None while it goes on."""
@@ -349,7 +360,12 @@ class Proposer:
         return proposal
 
     def _note(self, role: Role, config: EngineConfig, status: Status, params: Point, **more: Any) -> None:
-        """Put a point that needs no launch into the ledger."""
+        """Put a point that needs no launch into the ledger; of the search's own, the first for each reason."""
+        why = (status, more.get("reason"), more.get("reused_from"))
+        if role == "search" and why in self._noted:
+            self._known.add(_key(params))
+            return
+        self._noted.add(why)
         record = TrialRecord(
             study=self.study, number=self._free_number(), role=role, status=status, config=config,
             config_id=config.config_id, params=params, **more,

@@ -7,10 +7,12 @@ that has to agree with the ledger.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -24,9 +26,13 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from pipeline.config import EngineConfig
 from pipeline.lessons import Observation
 from pipeline.spec import SamplerName
+from pipeline.surrogate import acquisition
 
 Point = dict[str, Any]
 _SOBOL_DIMENSIONS = 64
+POOL = 160  # candidates that the surrogate judges: so many at random, and as many close to the best
+PARENTS = 4
+CHANGE = 0.25  # chance that a value of a parent changes
 
 
 class Space(Protocol):
@@ -123,11 +129,25 @@ def _at(distribution: BaseDistribution, at: float) -> Any:
     return int(value) if whole else value
 
 
+class RandomTrial(PointTrial):
+    """Answers at random, or with a given point of which each value changes with some probability."""
+
+    def __init__(self, rng: np.random.Generator, params: Mapping[str, Any] | None = None, change: float = 0.0) -> None:
+        super().__init__(params or {})
+        self._rng, self._change = rng, change
+
+    def _answer(self, name: str, distribution: BaseDistribution, default: Any) -> Any:
+        if name in self.given and self._rng.random() >= self._change:
+            return self.given[name]
+        return _at(distribution, float(self._rng.random()))
+
+
+@dataclass(frozen=True)
 class Sampler:
     """Draws points of a space.
 
-    Random, quasi-random and grid are sequences: a resumed run walks them again, and its caller passes over what
-    it knows. TPE and GP draw from what was seen, seeded by the draw's number.
+    Random, quasi-random and grid do not depend on what was seen: a resumed run walks them again, and its caller
+    passes over what it knows. The others draw from what was seen, seeded by the draw's number.
 
     Args:
         space: the space.
@@ -135,61 +155,91 @@ class Sampler:
         seed: of all draws.
         startup: random points before a model takes over.
         maximize: one direction per goal.
+        describe: the settings that the engine would make of a point; the surrogate sees those.
     """
 
-    def __init__(
-        self, space: Space, name: SamplerName, *, seed: int, startup: int = 0, maximize: Sequence[bool] = (True,)
-    ) -> None:
-        self.space, self.name, self.seed, self.startup = space, name, seed, startup
-        self._directions = [StudyDirection.MAXIMIZE if up else StudyDirection.MINIMIZE for up in maximize]
-        self._drawn = 0
-        self._grid: list[Point] | None = None
+    space: Space
+    name: SamplerName
+    seed: int
+    startup: int = 0
+    maximize: tuple[bool, ...] = (True,)
+    describe: Callable[[Point], Mapping[str, Any]] | None = None
 
     @property
     def is_sequence(self) -> bool:
         """True where draws do not depend on what was seen."""
         return self.name in ("random", "quasi-random", "grid")
 
-    def draw(
-        self, seen: Sequence[Observation] = (), in_flight: Sequence[Point] = (), *, key: tuple[int, ...] = ()
-    ) -> Point | None:
-        """One point; None when the grid is through.
+    def sequence(self) -> Iterator[Point]:
+        """All draws of a sampler that does not learn; ends only for the grid."""
+        if self.name == "grid":
+            grid = list(self.space.grid())
+            yield from (grid[at] for at in np.random.default_rng(self.seed).permutation(len(grid)))
+            return
+        sampler: BaseSampler = optuna.samplers.RandomSampler(seed=_seed(self.seed))
+        for index in itertools.count():
+            if self.name == "quasi-random":
+                sampler = SobolSampler(self.seed, index)
+            with _quiet():
+                yield self.space.suggest(optuna.create_study(sampler=sampler).ask())
+
+    def points(self, seen: Sequence[Observation], in_flight: Sequence[Point], number: int) -> Iterator[Point]:
+        """Draws of a sampler that learns, best first; the caller takes the first that it can use.
 
         Args:
-            seen: finished points.
+            seen: finished trials.
             in_flight: points being measured.
-            key: names the draw of a model-based sampler, so that it differs from others and can be repeated.
+            number: names this draw, so that it differs from others and can be repeated.
         """
-        self._drawn += 1
-        if self.name == "grid":
-            return self._from_grid(self._drawn - 1)
+        if self.name == "surrogate":
+            yield from self._by_surrogate(seen, in_flight, np.random.default_rng([self.seed, number]))
+            return
+        directions = [StudyDirection.MAXIMIZE if up else StudyDirection.MINIMIZE for up in self.maximize]
         with _quiet():
-            study = optuna.create_study(directions=self._directions, sampler=self._sampler(key))
-            if not self.is_sequence:
-                study.add_trials(self._history(seen, in_flight))
-            return self.space.suggest(study.ask())
+            study = optuna.create_study(directions=directions, sampler=self._model(_seed(self.seed, number)))
+            study.add_trials(self._history(seen, in_flight))
+        while True:
+            with _quiet():
+                point = self.space.suggest(study.ask())  # stays in flight, which drives the next draw elsewhere
+            yield point
 
-    def _sampler(self, key: tuple[int, ...]) -> BaseSampler:
-        if self.name == "quasi-random":
-            return SobolSampler(self.seed, self._drawn - 1)
-        entropy = (self.seed, *((self._drawn,) if self.is_sequence else key))
-        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
-        if self.name == "tpe":
-            return optuna.samplers.TPESampler(
-                seed=seed, n_startup_trials=self.startup, multivariate=True, group=True, constant_liar=True
-            )
+    def _model(self, seed: int) -> BaseSampler:
         if self.name == "gp":
             return optuna.samplers.GPSampler(seed=seed, n_startup_trials=self.startup)
-        return optuna.samplers.RandomSampler(seed=seed)
+        return optuna.samplers.TPESampler(
+            seed=seed, n_startup_trials=self.startup, multivariate=True, group=True, constant_liar=True
+        )
+
+    def _by_surrogate(
+        self, seen: Sequence[Observation], in_flight: Sequence[Point], rng: np.random.Generator
+    ) -> Iterator[Point]:
+        assert self.describe is not None
+        launched = [o for o in seen if o.launched]
+        if sum(o.values is not None for o in launched) < max(2, self.startup):
+            while True:
+                yield self.space.suggest(RandomTrial(rng))
+        values = _scalar(launched, self.maximize, rng)
+        ranked = sorted((o for o in zip(values, launched, strict=True) if o[0] is not None), key=lambda o: -(o[0] or 0))
+        parents = [o.params for _, o in ranked if o.params and o.violation <= 0][:PARENTS]
+        pool = [self.space.suggest(RandomTrial(rng)) for _ in range(POOL)]
+        pool += [self.space.suggest(RandomTrial(rng, p, CHANGE)) for p in parents for _ in range(POOL // PARENTS)]
+        score = acquisition(
+            [o.settings for o in launched],
+            values,
+            [o.violation <= 0 for o in launched],
+            [self.describe(point) for point in in_flight],
+            [self.describe(point) for point in pool],
+        )
+        yield from (pool[at] for at in np.argsort(-score, kind="stable"))
 
     def _history(self, seen: Sequence[Observation], in_flight: Sequence[Point]) -> list[FrozenTrial]:
-        known = [o.values for o in seen if o.values is not None]
+        known = [o.values for o in seen if o.values is not None and o.params]
         if not known:
             return []
         # An infeasible point is told apart by its constraint. Optuna wants a value too: the median says nothing,
         # where zero would bend the model of every point nearby.
         middle = [statistics.median(column) for column in zip(*known, strict=True)]
-        finished = [self._trial(o.params, list(o.values or middle), o.violation) for o in seen]
+        finished = [self._trial(o.params, list(o.values or middle), o.violation) for o in seen if o.params]
         running = [self._trial(point, None, 0.0) for point in in_flight]
         return [trial for trial in finished + running if trial is not None]
 
@@ -209,12 +259,19 @@ class Sampler:
         except ValueError:
             return None  # a value that the space no longer has, after an edit or from an earlier study
 
-    def _from_grid(self, index: int) -> Point | None:
-        if self._grid is None:
-            grid = list(self.space.grid())
-            order = np.random.default_rng(self.seed).permutation(len(grid))
-            self._grid = [grid[at] for at in order]
-        return self._grid[index] if index < len(self._grid) else None
+
+def _scalar(seen: Sequence[Observation], maximize: Sequence[bool], rng: np.random.Generator) -> list[float | None]:
+    """One figure per trial, larger is better: the log of the value, or of a random mix of the goals (ParEGO)."""
+    weights = rng.dirichlet(np.ones(len(maximize))) if len(maximize) > 1 else np.ones(1)
+    signed = [weight if up else -weight for weight, up in zip(weights, maximize, strict=True)]
+    return [
+        None if o.values is None else float(sum(w * np.log(v) for w, v in zip(signed, o.values, strict=True)))
+        for o in seen
+    ]
+
+
+def _seed(*entropy: int) -> int:
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
 @contextmanager

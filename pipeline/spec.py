@@ -115,7 +115,7 @@ class Budget(Frozen):
     gpu_hours: PositiveFloat | None = None
 
 
-SamplerName = Literal["tpe", "gp", "random", "quasi-random", "grid"]
+SamplerName = Literal["tpe", "gp", "surrogate", "random", "quasi-random", "grid"]
 
 
 class SearchSpec(Frozen):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import Collectives, EngineConfig, NgramSpeculation
+from pipeline.lessons import observations
 from pipeline.proposer import Done, Proposal, Wait
 from pipeline.records import FailureClass, Measurement, TrialRecord
 from pipeline.spec import Budget, Constraints, Goal, ObjectiveSpec, SamplerName, SearchSpec
@@ -70,7 +71,7 @@ def test_points_that_are_the_same_configuration_are_measured_once() -> None:
     measured = [r.config_id for r in study.ledger if r.role in ("baseline", "search") and r.status != "reused"]
     assert len(measured) == len(set(measured)) == 5 * 4
     reused = [r for r in study.ledger if r.status == "reused"]
-    assert len(reused) == 60 - 20 + 1  # every other point of the grid, and the baseline's own
+    assert len(reused) == 20  # 40 of the grid's 60 points were known; the ledger has the first for each trial
     by_number = {r.number: r for r in study.ledger}
     assert all(r.reused_from is not None and by_number[r.reused_from].config_id == r.config_id for r in reused)
     assert study.end == "every point of the grid was tried"
@@ -83,8 +84,7 @@ def test_a_rule_prunes_without_a_launch_and_is_named() -> None:
     study = Study(ToySpace(stated=[TREE]), search(100, sampler="grid", ablate=False), rules=rules)
     study.run()
     pruned = [r for r in study.ledger if r.status == "pruned"]
-    assert len(pruned) == 15  # 5 drafts × 3 backends, each once
-    assert {r.reason for r in pruned} == {"bare-tree: Tree has no all-gather"}
+    assert [(r.role, r.reason) for r in pruned] == [("seed", "bare-tree: Tree has no all-gather")]  # once, not 15 times
     assert all(p.config.collectives.nccl_algo != "Tree" for p in study.launches)
 
 
@@ -104,7 +104,7 @@ def test_a_small_space_is_exhausted_and_says_so(sampler: SamplerName) -> None:
     assert study.end is not None and ("exhausted" in study.end or "grid" in study.end)
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random", "quasi-random", "grid"])
+@pytest.mark.parametrize("sampler", ["tpe", "surrogate", "random", "quasi-random", "grid"])
 def test_the_same_seed_gives_the_same_study(sampler: SamplerName) -> None:
     first, again, other = (Study(search=search(10, sampler=sampler, seed=seed)) for seed in (3, 3, 4))
     for study in (first, again, other):
@@ -119,8 +119,9 @@ def test_gp_proposes_too() -> None:
     assert sum(p.role == "search" for p in study.launches) == 9
 
 
-def test_tpe_learns_from_failures_and_finds_the_best_point() -> None:
-    study = Study(search=search(25, sampler="tpe", ablate=False, confirm_rounds=0))
+@pytest.mark.parametrize("sampler", ["tpe", "surrogate"])
+def test_samplers_that_learn_find_the_best_point(sampler: SamplerName) -> None:
+    study = Study(search=search(25, sampler=sampler, ablate=False, confirm_rounds=0))
     study.run()
     speeds = [toy_speed(p.config) for p in study.launches]
     assert max(s for s in speeds if s) == pytest.approx(161.0)
@@ -264,32 +265,66 @@ def test_an_interrupted_study_counts_the_hours_it_has_used_but_not_the_break() -
     assert proposer._earlier_s == 180 + 120
 
 
-def test_a_trial_that_cannot_win_is_told_so_and_one_that_can_is_not() -> None:
-    study = Study(search=search(4))
-    proposer = study.proposer()
-    first = proposer.propose()
-    assert isinstance(first, Proposal) and first.stop_early is None
-    levels = (level(800.0, concurrency=8), level(100.0, concurrency=1))
-    base = record(0, first.config, 1.0, "baseline").model_copy(update={"measurement": Measurement(levels=levels)})
-    proposer.observe(base)
-    second = proposer.propose()
-    assert isinstance(second, Proposal) and second.stop_early is not None
-    reason = second.stop_early((level(200.0, concurrency=8),))
-    assert reason is not None and "behind" in reason
-    assert second.stop_early((level(795.0, concurrency=8),)) is None  # within the spread
-    assert second.stop_early((level(200.0, concurrency=8), level(90.0, concurrency=1))) is None  # all measured
+def two_levels(number: int, busy: float, alone: float, role: str = "search", **more: Any) -> TrialRecord:
+    levels = (level(busy, concurrency=8, **more), level(alone, concurrency=1))
+    config = ToySpace().config({"attention_backend": f"b{number}"} if number else {})
+    return record(number, config, 1.0, role).model_copy(update={"measurement": Measurement(levels=levels)})
 
 
-def test_a_broken_limit_stops_a_trial_and_is_infeasible_for_the_sampler() -> None:
-    objective = ObjectiveSpec(constraints=Constraints(p95_ttft_ms=100.0))
-    study = Study(search=search(4), objective=objective)
-    proposer = study.proposer()
-    proposer.propose()
-    two = Measurement(levels=(level(100.0), level(100.0, concurrency=1)))
-    proposer.observe(record(0, ToySpace().baseline(), 1.0, "baseline").model_copy(update={"measurement": two}))
-    proposal = proposer.propose()
+def after_five(objective: ObjectiveSpec | None = None) -> Proposal:
+    """The next proposal once five trials have shown how their levels differ; the best gives 178 tok/s."""
+    ledger = [two_levels(0, 800, 100, "baseline"), *(two_levels(n, 800 - 20 * n, 99) for n in range(1, 5))]
+    study = Study(search=search(9), ledger=ledger, objective=objective or ObjectiveSpec())
+    proposal = study.proposer().propose()
     assert isinstance(proposal, Proposal) and proposal.stop_early is not None
-    assert proposal.stop_early((level(300.0, ttft=150.0),)) == "breaks p95_ttft_ms"
+    return proposal
+
+
+def test_a_trial_that_cannot_win_is_stopped_and_one_that_can_is_not() -> None:
+    stop = after_five().stop_early
+    assert stop is not None
+    reason = stop((level(200.0, concurrency=8),))
+    assert reason is not None and "behind the best trial" in reason
+    assert stop((level(795.0, concurrency=8),)) is None  # within the spread
+    assert stop((level(200.0, concurrency=8), level(90.0, concurrency=1))) is None  # nothing left to save
+
+
+def test_few_trials_stop_nobody() -> None:
+    study = Study(search=search(9), ledger=[two_levels(0, 800, 100, "baseline")])
+    proposal = study.proposer().propose()
+    assert isinstance(proposal, Proposal) and proposal.stop_early is not None
+    assert proposal.stop_early((level(100.0, concurrency=8),)) is None
+
+
+def test_a_trial_slow_under_load_goes_on_where_another_made_up_for_it_with_one_stream() -> None:
+    """Speculation often loses at many streams and wins at one; the ratio of another trial is credit enough."""
+    ledger = [
+        two_levels(0, 800, 100, "baseline"),
+        *(two_levels(n, 800, 99) for n in range(1, 4)),
+        two_levels(4, 200, 150),
+    ]
+    proposal = Study(search=search(9), ledger=ledger).proposer().propose()
+    assert isinstance(proposal, Proposal) and proposal.stop_early is not None
+    assert proposal.stop_early((level(250.0, concurrency=8),)) is None
+
+
+def test_a_broken_limit_stops_a_trial() -> None:
+    stop = after_five(ObjectiveSpec(constraints=Constraints(p95_ttft_ms=100.0))).stop_early
+    assert stop is not None
+    assert stop((level(900.0, ttft=150.0),)) == "breaks p95_ttft_ms"
+
+
+def test_a_stopped_trial_still_teaches_the_sampler_about_its_value() -> None:
+    ledger = [two_levels(0, 800, 100, "baseline"), *(two_levels(n, 800, 100) for n in range(1, 5))]
+    stopped = two_levels(5, 400, 50).model_copy(
+        update={
+            "status": "stopped",
+            "reason": "stopped early: behind",
+            "measurement": Measurement(levels=(level(400.0),)),
+        }
+    )
+    found = observations([*ledger, stopped], ObjectiveSpec())[-1]
+    assert found.violation == 0 and found.values == pytest.approx((2 / (1 / 400 + 1 / 50),))
 
 
 def test_warm_start_points_are_tried_after_the_files_own() -> None:
@@ -298,9 +333,10 @@ def test_warm_start_points_are_tried_after_the_files_own() -> None:
     assert [p.params for p in study.launches if p.role == "seed"] == [NGRAM8, BEST]
 
 
-def test_two_goals_are_searched_with_tpe() -> None:
+@pytest.mark.parametrize("sampler", ["tpe", "surrogate"])
+def test_two_goals_are_searched_together(sampler: SamplerName) -> None:
     goals = (Goal(), Goal(metric="mean_tpot_ms"))
-    study = Study(search=search(12, sampler="tpe", ablate=False), objective=ObjectiveSpec(goals=goals))
+    study = Study(search=search(12, sampler=sampler, ablate=False), objective=ObjectiveSpec(goals=goals))
     study.run()
     assert sum(p.role == "search" for p in study.launches) == 12
 

@@ -1,0 +1,408 @@
+"""Surfaces to search offline: modelled machines, and machines as measured.
+
+A modelled surface is a verify-step cost model: a step takes the target's pass over the drafts, its all-reduces
+and the drafting; a step yields the accept length. The figures are plausible, not measured; what they are for is
+the shape: settings that multiply, matter only together, matter at one load level, do nothing, or fail. A measured
+surface takes the figures of real records and fills the points between with a log-linear model of their settings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.ablation import settings_of
+from pipeline.config import Collectives, EngineConfig
+from pipeline.engine_space import Space
+from pipeline.goals import StopRule
+from pipeline.metrics import objective
+from pipeline.proposer import Proposal
+from pipeline.records import (
+    Estimate,
+    Failure,
+    FailureClass,
+    LevelResult,
+    LoadLevel,
+    LosslessResult,
+    Measurement,
+    Topology,
+    TrialRecord,
+)
+from pipeline.space import load_space
+from pipeline.spec import Goal
+
+ROOT = Path(__file__).resolve().parent.parent
+SPACES = ROOT / "benchmarks" / "spaces"
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+class LaunchFails(Exception):
+    """The surface has no figure here: the launch fails with this class."""
+
+    def __init__(self, failure_class: FailureClass, cause: str) -> None:
+        self.failure = Failure(failure_class=failure_class, cause=cause)
+        super().__init__(cause)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One all-reduce: fixed latency and bandwidth."""
+
+    latency_us: float
+    gb_per_s: float
+
+    def us(self, size: float) -> float:
+        return self.latency_us + size / (1e3 * self.gb_per_s)
+
+    def scaled(self, latency: float = 1.0, bandwidth: float = 1.0) -> Link:
+        return Link(self.latency_us * latency, self.gb_per_s * bandwidth)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine with a model on it."""
+
+    topology: Topology
+    layers: int
+    hidden: int
+    pass_ms: float  # one pass over the weights, all-reduces apart
+    token_us: float  # each token of the batch on top
+    draft_ms: Mapping[str, float]  # one draft step, all-reduces apart
+    draft_layers: Mapping[str, int]
+    accept: Mapping[str, Mapping[str, float]]  # chance that the first draft token is accepted, by workload
+    nccl: Link
+    custom: Link | None = None
+    ipc: Link | None = None
+    launch_s: float = 180.0
+
+
+H200 = Topology(gpu_count=8, gpu_model="NVIDIA H200", sm=90, peer_access=True, link="nvlink")
+L40S = Topology(gpu_count=8, gpu_model="NVIDIA L40S", sm=89, peer_access=False, link="pcie")
+RTX6000 = Topology(
+    gpu_count=8, gpu_model="NVIDIA RTX PRO 6000 Blackwell Server Edition", sm=120, peer_access=True, link="pcie"
+)
+_DRAFTS: dict[str, Any] = {
+    "draft_ms": {"EAGLE3": 0.35, "STANDALONE": 1.1},
+    "draft_layers": {"EAGLE3": 1, "STANDALONE": 28},
+    "accept": {
+        "EAGLE3": {"extract": 0.76, "open": 0.66},
+        "STANDALONE": {"extract": 0.70, "open": 0.58},
+        "NGRAM": {"extract": 0.74, "open": 0.22},
+    },
+}
+NVLINK = Machine(
+    topology=H200, layers=64, hidden=5120, pass_ms=3.2, token_us=9, nccl=Link(22, 180), custom=Link(9, 220), **_DRAFTS
+)
+PCIE = Machine(topology=L40S, layers=64, hidden=5120, pass_ms=11, token_us=32, nccl=Link(75, 9), **_DRAFTS)
+SM120 = Machine(
+    topology=RTX6000, layers=61, hidden=7168, pass_ms=6.2, token_us=40, nccl=Link(62, 14), ipc=Link(38, 16),
+    launch_s=420.0, **{**_DRAFTS, "accept": {"EAGLE3": {"extract": 0.6, "open": 0.5}, "NGRAM": _DRAFTS["accept"]["NGRAM"]}},
+)  # fmt: skip
+
+_PROTO = {None: (1.04, 0.95), "LL": (0.72, 0.35), "LL128": (0.84, 0.9), "Simple": (1.3, 1.05)}
+_ALGO = {None: (1.06, 1.0), "Ring": (1.12, 1.06), "allreduce:tree": (0.74, 0.85)}
+_CHANNELS = {None: (1.03, 1.0), 4: (0.93, 0.6), 8: (0.96, 0.85), 16: (1.0, 1.02)}
+_BUFFER = {None: (1.0, 1.0), 1048576: (0.985, 0.96), 8388608: (1.01, 1.04)}
+
+
+def link_of(machine: Machine, asked: Collectives) -> Link:
+    """What one all-reduce costs under these settings."""
+    if machine.custom is not None and asked.custom_all_reduce is not False:
+        link = machine.custom
+        if asked.flashinfer_fusion not in (None, "off"):
+            link = link.scaled(0.86)
+    elif machine.ipc is not None and asked.pcie_ipc:
+        link = machine.ipc
+    else:
+        link = machine.nccl
+        for table, value in (
+            (_PROTO, asked.nccl_proto),
+            (_ALGO, asked.nccl_algo),
+            (_CHANNELS, asked.nccl_max_nchannels),
+            (_BUFFER, asked.nccl_buffsize),
+        ):
+            link = link.scaled(*table[value])  # type: ignore[index]
+        if asked.nccl_proto == "LL" and asked.nccl_max_nchannels == 16:
+            link = link.scaled(1.12)  # low-latency protocol starved by many channels
+        if asked.nccl_p2p_level == "SYS":
+            link = link.scaled(0.9, 1.25)
+    return link.scaled(0.92) if asked.symm_mem else link
+
+
+def shape_of(config: EngineConfig) -> tuple[int, int, int]:
+    """Depth, width and draft tokens, with SGLang's defaults."""
+    spec = config.speculation
+    if spec.algorithm == "NGRAM":
+        tokens, breadth = spec.num_draft_tokens or 12, spec.max_bfs_breadth or 10
+        return max(1, tokens // min(breadth, 3)), breadth, tokens
+    if spec.algorithm in ("EAGLE3", "STANDALONE"):
+        steps, topk = getattr(spec, "num_steps", None) or 3, getattr(spec, "eagle_topk", None) or 1
+        return steps, topk, (getattr(spec, "num_draft_tokens", None) or steps + 1) if topk > 1 else steps + 1
+    return 0, 1, 1
+
+
+def accept_length(machine: Machine, config: EngineConfig, workload: str) -> float:
+    """Tokens a step: each depth is reached only if the ones above were accepted."""
+    depth, width, tokens = shape_of(config)
+    depth = min(depth, tokens - 1)
+    if depth == 0:
+        return 1.0
+    chance = machine.accept[config.speculation.algorithm][workload]
+    # A wide tree catches a second guess, as far as the tokens to verify allow.
+    wide = 1 - (1 - chance) * (1 - 0.3 * min(1.0, (tokens - 1) / (depth * width))) if width > 1 else chance
+    reached, total = 1.0, 1.0
+    for step in range(depth):
+        reached *= wide * 0.96**step
+        total += reached
+    return total
+
+
+def step_ms(machine: Machine, config: EngineConfig, streams: int) -> float:
+    """One verify step (or plain decode step) for a batch of streams."""
+    depth, width, tokens = shape_of(config)
+    link, batch = link_of(machine, config.collectives), streams * tokens
+    size = 2.0 * machine.hidden * batch
+    compute = machine.pass_ms + batch * machine.token_us / 1e3
+    if config.attention_backend == "flashinfer":
+        compute *= 0.985 if width == 1 else 1.03
+    collectives = (2 * machine.layers + 1) * link.us(size) / 1e3
+    algorithm = config.speculation.algorithm
+    if algorithm == "NGRAM":
+        return compute + collectives + 0.25 + 0.02 * streams * math.sqrt(tokens)
+    drafting = depth * machine.draft_ms.get(algorithm, 0.0) * (1 + 0.004 * streams * width)
+    small = (2 * machine.draft_layers.get(algorithm, 0) + 1) * link.us(2.0 * machine.hidden * streams * width) / 1e3
+    return compute + collectives + (drafting + depth * small if depth else 0.0)
+
+
+def modelled(machine: Machine) -> Callable[[EngineConfig, LoadLevel], float]:
+    """tok/s of a configuration at a load level."""
+
+    def speed(config: EngineConfig, level: LoadLevel) -> float:
+        _fail(config)
+        streams = level.concurrency or 1
+        return 1e3 * streams * accept_length(machine, config, level.workload) / step_ms(machine, config, streams)
+
+    return speed
+
+
+def _fail(config: EngineConfig) -> None:
+    if config.collectives.nccl_algo == "Tree":
+        raise LaunchFails(FailureClass.COLLECTIVE, "Capture cuda graph failed: NCCL error: invalid usage")
+    if config.collectives.symm_mem and config.collectives.custom_all_reduce is False:
+        raise LaunchFails(FailureClass.HANG, "no progress in the log for 180 s")
+    _, width, tokens = shape_of(config)
+    if config.speculation.algorithm == "EAGLE3" and width > 1 and tokens > 8:
+        raise LaunchFails(FailureClass.OOM_LOWER, "Capture cuda graph failed: CUDA out of memory")
+
+
+def corrupts(config: EngineConfig) -> bool:
+    """Symmetric memory with speculation: garbage with a better score."""
+    return bool(config.collectives.symm_mem) and config.speculation.algorithm != "none"
+
+
+@dataclass
+class Surface:
+    """A space with a speed at every point.
+
+    Args:
+        name: for the tables.
+        space: the real space, with the machine's rules.
+        topology: the machine.
+        speed: tok/s of a configuration at a level; raises `LaunchFails`.
+        launch_sd, level_sd: noise, as shares: per launch (common to its levels) and per level.
+        launch_s, level_s, failed_s: what a launch, a level and a failed launch cost.
+    """
+
+    name: str
+    space: Space
+    topology: Topology
+    speed: Callable[[EngineConfig, LoadLevel], float]
+    launch_sd: float = 0.01
+    level_sd: float = 0.005
+    launch_s: float = 180.0
+    level_s: float = 40.0
+    failed_s: float = 150.0
+    levels: tuple[LoadLevel, ...] = field(init=False)
+    goal: Goal = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.levels = self.space.load.levels(tuple(self.space.workload.prompts))
+        self.goal = self.space.objective.goals[0]
+        self._checked: dict[str, tuple[Any, ...]] = {}
+        self._truth: dict[str, float | None] = {}
+
+    def check(self, config: EngineConfig) -> tuple[Any, ...]:
+        """The real rules, for this machine."""
+        if config.config_id not in self._checked:
+            self._checked[config.config_id] = self.space.check(config, topology=self.topology)
+        return self._checked[config.config_id]
+
+    def canonical(self, config: EngineConfig) -> EngineConfig:
+        """The real rewrites, for this machine."""
+        return self.space.canonical(config, topology=self.topology).config
+
+    def truth(self, config: EngineConfig) -> float | None:
+        """The objective without noise; None where the launch fails or its output is wrong."""
+        if config.config_id not in self._truth:
+            self._truth[config.config_id] = self._objective(config)
+        return self._truth[config.config_id]
+
+    def _objective(self, config: EngineConfig) -> float | None:
+        if corrupts(config):
+            return None
+        try:
+            found = objective([_result(level, self.speed(config, level)) for level in self.levels], self.goal)
+        except LaunchFails:
+            return None
+        return found.value if found else None
+
+    @cached_property
+    def configurations(self) -> dict[str, EngineConfig]:
+        """Every distinct launchable configuration of the grid."""
+        found: dict[str, EngineConfig] = {}
+        for params in self.space.grid():
+            config = self.space.config(params)
+            if not self.check(config):
+                config = self.canonical(config)
+                found[config.config_id] = config
+        return found
+
+    @cached_property
+    def best(self) -> float:
+        """The best that the grid holds."""
+        return max(value for config in self.configurations.values() if (value := self.truth(config)) is not None)
+
+    def measure(self, proposal: Proposal, seed: int) -> TrialRecord:
+        """The record of a launch: noisy figures, a failure, wrong output, or a stop."""
+        # Noise belongs to the launch: the same trial number of the same study always sees the same.
+        text = f"{self.name}/{seed}/{proposal.number}"
+        rng = random.Random(hashlib.sha256(text.encode()).digest())
+        facts: dict[str, Any] = {"phases_s": {"launch": self.launch_s, "measure": self.level_s * len(self.levels)}}
+        offset, results = 1 + self.launch_sd * rng.gauss(0, 1), []
+        try:
+            for level in self.levels:
+                value = self.speed(proposal.config, level) * offset * (1 + self.level_sd * rng.gauss(0, 1))
+                results.append(_result(level, value * (1.4 if corrupts(proposal.config) else 1.0)))
+                reason = _stop(proposal.stop_early, results)
+                if reason:
+                    facts |= {"status": "stopped", "reason": f"stopped early: {reason}"}
+                    facts["phases_s"]["measure"] = self.level_s * len(results)
+                    break
+            facts = {"status": "ok", "measurement": Measurement(levels=tuple(results))} | facts
+        except LaunchFails as error:
+            facts |= {"status": "failed", "failure": error.failure, "phases_s": {"launch": self.failed_s}}
+        return TrialRecord(
+            study=self.name, number=proposal.number, role=proposal.role, config=proposal.config,
+            config_id=proposal.config_id, params=proposal.params, lossless=_lossless(proposal.config),
+            **{**proposal.facts, **facts},
+        )  # fmt: skip
+
+
+def _stop(rule: StopRule | None, results: list[LevelResult]) -> str | None:
+    return rule(tuple(results)) if rule else None
+
+
+def _lossless(config: EngineConfig) -> LosslessResult:
+    wrong = 8 if corrupts(config) else 0
+    return LosslessResult(prompts=8, identical=8 - wrong, wrong=wrong, passed=not wrong)
+
+
+def _result(level: LoadLevel, value: float) -> LevelResult:
+    return LevelResult(
+        level=level, window_s=30.0, requests_ok=32, output_tokens=int(30 * value), output_tok_per_s=Estimate(value=value)
+    )
+
+
+# -- measured surfaces
+
+
+class LogLinear:
+    """log tok/s as a sum of effects of settings, fitted to measured configurations by ridge regression.
+
+    A measured point answers with its own figure; a setting seen only in failures fails.
+    """
+
+    def __init__(self, measured: Iterable[tuple[EngineConfig, float | None]]) -> None:
+        points = [(settings_of(config), value) for config, value in measured]
+        worked = [(settings, value) for settings, value in points if value is not None]
+        good = {pair for settings, _ in worked for pair in settings.items()}
+        self._bad = {pair for settings, value in points if value is None for pair in settings.items()} - good
+        self._exact = {_frozen(settings): value for settings, value in worked}
+        self._names = sorted({pair for settings, _ in worked for pair in settings.items()}, key=repr)
+        rows = np.array([[float(pair in s.items()) for pair in self._names] for s, _ in worked])
+        logs = np.log([value for _, value in worked])
+        self._middle = float(logs.mean())
+        gram = rows.T @ rows + 0.05 * np.eye(len(self._names))
+        self._effects = np.linalg.solve(gram, rows.T @ (logs - self._middle))
+
+    def __call__(self, config: EngineConfig) -> float:
+        settings = settings_of(config)
+        if self._bad & settings.items():
+            raise LaunchFails(FailureClass.COLLECTIVE, "a setting that failed when it was measured")
+        exact = self._exact.get(_frozen(settings))
+        if exact is not None:
+            return exact
+        return float(np.exp(self._middle + sum(e for e, p in zip(self._effects, self._names, strict=True) if p in settings.items())))
+
+
+def _frozen(settings: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
+    return frozenset(settings.items())
+
+
+def load_records(folder: Path) -> list[TrialRecord]:
+    """Every record of the JSON lines in a results folder."""
+    lines = [line for path in sorted(folder.glob("**/*.jsonl")) for line in path.read_text().splitlines() if line]
+    return [TrialRecord.model_validate_json(line) for line in lines]
+
+
+def measured_surface(name: str, space: Space, records: Iterable[TrialRecord]) -> Surface:
+    """A surface of real records: one log-linear model a load level."""
+    found = [record for record in records if record.status in ("ok", "failed")]
+    keys = {level.level.key for record in found if record.measurement for level in record.measurement.levels}
+    models = {key: LogLinear((r.config, _at(r, key)) for r in found) for key in sorted(keys)}
+    topology = found[0].topology
+    return Surface(name, space, topology, lambda config, level: models[level.key](config), launch_s=60, level_s=20)
+
+
+def _at(record: TrialRecord, key: str) -> float | None:
+    if record.measurement is None:
+        return None
+    return next((r.output_tok_per_s.value for r in record.measurement.levels if r.level.key == key), None)
+
+
+def first_figures() -> Surface:
+    """The first figures of two H200s (one run each): `spaces/first_figures.json`, SmolLM2-135M, SGLang 0.5.17."""
+    space = load_space(SPACES / "first_figures.yaml").for_engine("sglang")
+    table = json.loads((SPACES / "first_figures.json").read_text())
+    topology = Topology(gpu_count=2, gpu_model="NVIDIA H200", sm=90, link="nvlink", peer_access=True)
+    points = [(space.canonical(space.config(row["params"]), topology=topology).config, row) for row in table["rows"]]
+    models = {key: LogLinear((config, row.get(key)) for config, row in points) for key in ("c8", "c1")}
+    return Surface(
+        "first-figures", space, topology, lambda config, level: models[f"c{level.concurrency}"](config), launch_s=60, level_s=20
+    )  # fmt: skip
+
+
+def all_surfaces() -> list[Surface]:
+    """Every surface there is; measured ones as far as their records exist."""
+    eight = load_space(SPACES / "eight.yaml").for_engine("sglang")
+    kimi = load_space(ROOT / "tune_spaces" / "kimi-k2.5-pcie.yaml").for_engine("sglang")
+    found = [
+        Surface(name, space, machine.topology, modelled(machine), launch_s=machine.launch_s)
+        for name, space, machine in (("nvlink", eight, NVLINK), ("pcie", eight, PCIE), ("pcie-sm120", kimi, SM120))
+    ]
+    found.append(first_figures())
+    for name in ("gpu2", "gpu2-pcie"):
+        records = [r for r in load_records(RESULTS / "gpu2") if r.study == name]
+        if any(record.measurement for record in records):
+            space = load_space(ROOT / "tune_spaces" / f"{name}.yaml").for_engine("sglang")
+            found.append(measured_surface(f"measured-{name}", space, records))
+    return found
