@@ -18,8 +18,8 @@ from pipeline.candidate import Candidate, Incumbent
 from pipeline.config import EngineConfig
 from pipeline.errors import EngineError, MeasurementError, PromotionError
 from pipeline.lossless import Reference, tolerance_of
-from pipeline.promotion import Decision, Evidence, Gate, decide, soak_gate
-from pipeline.records import Role, Topology, TrialRecord
+from pipeline.promotion import SOAK, Decision, Evidence, Gate, decide, soak_gate
+from pipeline.records import LevelResult, Role, Topology, TrialRecord
 from pipeline.ruler import MeasurePlan, Ruler
 from pipeline.spec import LoadSpec
 from pipeline.tokens import token_counter
@@ -100,24 +100,25 @@ class Bench:
         """Run the configuration for so long with the load going up and down."""
         self.say(f"soak: {minutes:g} minutes with the load going up and down")
         busiest = max(self.plan.load.concurrency, default=1)
-        ramp = itertools.cycle(
-            sorted({1, max(1, busiest // 2), busiest}) + ([max(1, busiest // 2)] if busiest > 2 else [])
-        )
+        ramp = itertools.cycle((busiest, max(1, busiest // 2), 1, max(1, busiest // 2)))
         full: list[float] = []
         errors, began = 0, time.monotonic()
         try:
             with self._engine(config, len(self.launches) + 1) as engine:
-                while time.monotonic() - began < 60 * minutes:
+                while not full or time.monotonic() - began < 60 * minutes:
                     concurrency = next(ramp)
-                    load = LoadSpec(concurrency=(concurrency,), min_repeats=1, max_repeats=1)
-                    plan = self.plan.model_copy(update={"load": load, "salt": f"soak {len(full)} {errors}"})
-                    measured = Ruler(plan).measure(engine.base_url, watch=engine.check, held_out=True, greedy=False)
-                    errors += sum(level.requests_failed for level in measured.levels)
+                    levels = self._stretch(engine, concurrency, salt=f"soak {len(full)}")
+                    errors += sum(level.requests_failed for level in levels)
                     if concurrency == busiest:
-                        full.append(sum(level.output_tok_per_s.value for level in measured.levels))
+                        full.append(sum(level.output_tok_per_s.value for level in levels))
         except (EngineError, MeasurementError) as error:
-            return Gate(name="soak", passed=False, seen=str(error))
+            return Gate(name=SOAK, passed=False, seen=str(error))
         return soak_gate(full, errors, time.monotonic() - began, SOAK_FALL)
+
+    def _stretch(self, engine: Deployed, concurrency: int, *, salt: str) -> tuple[LevelResult, ...]:
+        load = LoadSpec(concurrency=(concurrency,), min_repeats=1, max_repeats=1)
+        plan = self.plan.model_copy(update={"load": load, "salt": f"{self.plan.salt}|{salt}"})
+        return Ruler(plan).measure(engine.base_url, watch=engine.check, held_out=True, greedy=False).levels
 
 
 def _read_back(config: EngineConfig, resolved: dict[str, Any], log_path: str) -> dict[str, Any]:

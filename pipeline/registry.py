@@ -47,12 +47,8 @@ class Registry:
     def __init__(self, uri: str, name: str) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
-        import mlflow
         from mlflow import MlflowClient
 
-        # A version's source is looked up through the process's own setting, whatever the client was given.
-        mlflow.set_tracking_uri(uri)
-        mlflow.set_registry_uri(uri)
         self.uri, self.name = uri, name
         self._client: MlflowClient = MlflowClient(tracking_uri=uri, registry_uri=uri)
 
@@ -113,9 +109,11 @@ class Registry:
             self._client.log_model_artifacts(model.model_id, folder)
         self._client.finalize_logged_model(model.model_id, "READY")
         self._ensure()
-        made = self._client.create_model_version(
-            self.name, source=f"models:/{model.model_id}", run_id=run_id, model_id=model.model_id, tags=dict(tags)
-        )
+        source = f"models:/{model.model_id}"
+        with _process_uri(self.uri):
+            made = self._client.create_model_version(
+                self.name, source=source, run_id=run_id, model_id=model.model_id, tags=dict(tags)
+            )
         return Version(name=self.name, version=int(made.version), tags=dict(tags))
 
     def promote(self, version: Version) -> None:
@@ -137,6 +135,19 @@ class Registry:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
+
+
+@contextmanager
+def _process_uri(uri: str) -> Iterator[None]:
+    """MLflow looks a version's source up through the process's own setting, whatever the client was given."""
+    import mlflow
+
+    before = os.environ.get("MLFLOW_TRACKING_URI", "")
+    mlflow.set_tracking_uri(uri)
+    try:
+        yield
+    finally:
+        mlflow.set_tracking_uri(before)
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from serve.keys import KeyRing
 from serve.openai import Refusal, check_route
-from serve.proxy import PassThrough, ProxySettings
+from serve.proxy import PassThrough
+from serve.service import ProxySettings
 from tests.fakes.upstream import Upstream, served
 
 CHAT = "/v1/chat/completions"
