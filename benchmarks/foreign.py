@@ -15,8 +15,8 @@ BENCH_SERVING = (
     ("--no-deps", "sglang==0.5.9"),
     ("aiohttp", "numpy", "requests", "tqdm", "transformers", "pillow", "pybase64", "datasets", "ipython"),
 )
-# A CPU torch first, or guidellm pulls 6 GB of CUDA.
-GUIDELLM = (("torch", "--index-url", "https://download.pytorch.org/whl/cpu"), ("guidellm==0.8.1",))
+# Brings torch along: 6 GB with CUDA's packages unless the package index is set up for its CPU build.
+GUIDELLM = (("guidellm==0.8.1",),)
 
 
 def bench_serving() -> Path:

@@ -20,7 +20,7 @@ from pipeline.errors import MeasurementError
 from pipeline.greedy import greedy_outputs
 from pipeline.load import Sending, flush, run_level, served_model, server_info
 from pipeline.lossless import GreedyOutput
-from pipeline.metrics import FEWEST, Window, level_result, spread
+from pipeline.metrics import FEWEST, Window, chunk_gaps_ms, distribution, level_result, spread
 from pipeline.records import LevelResult, LoadLevel
 from pipeline.sanity import CLIENT_CPU
 from pipeline.spec import Limits, LoadSpec, MetricName, ObjectiveSpec, WorkloadSpec
@@ -32,7 +32,8 @@ OnPhase = Callable[[str], None]
 StopEarly = Callable[[tuple[LevelResult, ...]], str | None]
 T = TypeVar("T")
 
-LOOP_LAG_MS = 10.0  # a client whose own timer is later than this cannot stamp chunks
+# A client whose own timer is this late, and by so much of the time between chunks, cannot stamp them.
+LOOP_LAG_MS, LOOP_LAG_SHARE = 10.0, 0.5
 
 
 class SpaceLike(Protocol):
@@ -177,7 +178,7 @@ class _Run:
         self.on_phase("warm up")
         count = self.plan.load.warmup_requests or busiest.concurrency or 4
         level = LoadLevel(workload=busiest.workload, concurrency=busiest.concurrency or count)
-        window = await self._window(level, repeat=0, count=count, salt=f"{self.salt}|warm up")
+        window = await self._window(level, 0, count, f"{self.salt}|warm up")
         if not window.ok:
             raise MeasurementError(f"no warm-up request succeeded: {next((t.error for t in window.traces), None)}")
 
@@ -196,21 +197,16 @@ class _Run:
         load, began = self.plan.load, time.monotonic()
         budget = load.level_budget_s * len(levels)
         for repeat in range(load.max_repeats):
-            last_s = time.monotonic() - began
             for level in levels:
                 self.on_phase(f"{level.key} {repeat + 1}/{load.max_repeats}")
                 left = budget - (time.monotonic() - began)
-                self.windows.setdefault(level.key, []).append(
-                    await self._window(
-                        level, repeat=repeat, count=self.plan.requests(level), salt=self.salt, left_s=left
-                    )
-                )
-            spent = time.monotonic() - began
-            if repeat + 1 >= load.min_repeats and all(self._known(level) for level in levels):
+                window = await self._window(level, repeat, self.plan.requests(level), self.salt, left)
+                self.windows.setdefault(level.key, []).append(window)
+            known = all(self._known(level) for level in levels)
+            if known and repeat + 1 >= load.min_repeats:
                 break
-            if repeat + 1 < load.max_repeats and spent + (spent - last_s) > budget:
-                if not all(self._known(level) for level in levels):
-                    self.notes.append(f"{levels[0].key}: the budget ended the repeats at {repeat + 1}")
+            if (time.monotonic() - began) * (repeat + 2) / (repeat + 1) > budget:  # one more would not fit
+                self.notes += [] if known else [f"{levels[0].key}: the budget ended the repeats at {repeat + 1}"]
                 break
         return [level_result(level, self.windows[level.key]) for level in levels]
 
@@ -220,9 +216,7 @@ class _Run:
             return False
         return found.high - found.value <= self.plan.load.ci_width * found.value
 
-    async def _window(
-        self, level: LoadLevel, *, repeat: int, count: int, salt: str, left_s: float = math.inf
-    ) -> Window:
+    async def _window(self, level: LoadLevel, repeat: int, count: int, salt: str, left_s: float = math.inf) -> Window:
         """Flush, then send one window under watch, and refuse it when the client was saturated."""
         flushed = await flush(self.base_url, api_key=self.ruler.api_key)
         if not flushed and "the server has no cache flush" not in self.notes:
@@ -244,7 +238,9 @@ def refuse_saturated(key: str, window: Window) -> None:
     """Raise MeasurementError when the client could not keep up: its stamps are its own delays."""
     if window.client_cpu is not None and window.client_cpu > CLIENT_CPU:
         raise MeasurementError(f"{key}: the load generator was saturated ({window.client_cpu:.0%} of a core)")
-    if window.loop_lag_ms is not None and window.loop_lag_ms > LOOP_LAG_MS:
+    gaps = distribution(gap for trace in window.traces for gap in chunk_gaps_ms(trace))
+    limit = max(LOOP_LAG_MS, LOOP_LAG_SHARE * ((gaps.p50 if gaps else None) or 0.0))
+    if window.loop_lag_ms is not None and window.loop_lag_ms > limit:
         raise MeasurementError(f"{key}: the load generator was saturated (timers {window.loop_lag_ms:.0f} ms late)")
 
 
