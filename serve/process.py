@@ -12,10 +12,7 @@ ends the engine.
 from __future__ import annotations
 
 import os
-import select
 import socket
-import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -29,14 +26,12 @@ from serve import nvml, procfs, watch
 from serve.cleanup import MARK, Belongings, Lease, boot_id, memory_back, reap
 from serve.engines import logs
 from serve.engines.sglang import child_environment
+from serve.guarded import Guarded
 
 __all__ = ["EngineProcess", "free_port", "reap"]
 
 POLL_S = 0.1
-GUARD_START_S = 30.0
 LOSER_S = 3.0  # a server that lost its port says so and ends within this time
-_ROOT = Path(__file__).resolve().parent.parent
-_BOOT = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from serve.guard import main; main()"
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -69,14 +64,11 @@ class EngineProcess:
         self.launch, self.limits, self.engine = launch, limits, engine
         self.log_path = Path(log_path or launch.log_path)
         self.lease_dir = Path(lease_dir or self.log_path.parent)
-        self.exit_code: int | None = None
         self.resolved: dict[str, Any] = {}
         self.proof: TeardownProof | None = None
         self._port = int(launch.base_url.rpartition(":")[2])
         self._phase = "launch"
-        self._said = ""
-        self._pipe: subprocess.Popen[bytes] | None = None
-        self._guard_pid = 0
+        self._guarded: Guarded | None = None
         self._belongings: Belongings | None = None
         self._lease: Path | None = None
         self._liveness: watch.Liveness | None = None
@@ -103,54 +95,28 @@ class EngineProcess:
         self._memory_before = nvml.used_mib(self.launch.gpu_ids)
         self._mark = uuid.uuid4().hex
         environment = child_environment(self.launch, os.environ) | {MARK: self._mark}
-        command = [sys.executable, "-I", "-S", "-c", _BOOT, str(self.log_path.resolve()), str(self.limits.stop_s)]
-        self._pipe = subprocess.Popen(
-            [*command, *self.launch.argv],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
         self._began = time.monotonic()
-        self._meet_guard()
+        try:
+            self._guarded = Guarded(self.launch.argv, environment, self.log_path, grace_s=self.limits.stop_s)
+        except TimeoutError as error:
+            raise self._error(Failure(failure_class=FailureClass.UNREADY, cause=str(error))) from error
+        self._sign_lease(self._guarded)
+        look_every_s = min(1.0, self.limits.stall_s / 8)
+        self._clock = watch.StallClock(self._log, self.guard_pid, self.launch.gpu_ids, look_every_s)
 
-    def _meet_guard(self) -> None:
-        pids = {name: self._await_word(name) for name in ("guard", "engine")}
-        guard, engine = procfs.identity(pids["guard"]), procfs.identity(pids["engine"])
-        self._guard_pid = pids["guard"]
-        self._belongings = Belongings(self._mark, engine or (pids["engine"], 0))
+    def _sign_lease(self, guarded: Guarded) -> None:
+        """Write down who owns what, for `reap`; an engine that is dead already needs no lease."""
+        me, guard, engine = (procfs.identity(pid) for pid in (os.getpid(), self.guard_pid, guarded.pids["engine"]))
+        self._belongings = Belongings(self._mark, engine or (guarded.pids["engine"], 0))
         self._belongings.ports.add(self._port)
-        me = procfs.identity(os.getpid())
         if guard and engine and me:
             lease = Lease(me, guard, engine, self._mark, self._port, self.launch.gpu_ids, boot_id())
             self._lease = lease.write(self.lease_dir)
-        look_every_s = min(1.0, self.limits.stall_s / 8)
-        self._clock = watch.StallClock(self._log, self._guard_pid, self.launch.gpu_ids, look_every_s)
 
-    def _await_word(self, name: str) -> int:
-        deadline = time.monotonic() + GUARD_START_S
-        while time.monotonic() < deadline:
-            self._listen(POLL_S)
-            for line in self._said.splitlines():
-                if line.startswith(f"{name} "):
-                    return int(line.split()[1])
-        raise self._error(Failure(failure_class=FailureClass.UNREADY, cause="the engine's guard did not start"))
-
-    def _listen(self, wait_s: float = 0.0) -> None:
-        """Read what the guard has said; notice the engine's exit."""
-        pipe = self._pipe.stdout if self._pipe else None
-        if pipe is None:
-            return
-        while select.select([pipe], [], [], wait_s)[0]:
-            data = os.read(pipe.fileno(), 4096)
-            if not data:
-                break
-            self._said += data.decode()
-            wait_s = 0.0
-        codes = [line.split()[1] for line in self._said.splitlines() if line.startswith("exit ")]
-        if codes:
-            self.exit_code = int(codes[0])
+    @property
+    def guard_pid(self) -> int:
+        """The engine's parent; 0 before the start."""
+        return self._guarded.pids["guard"] if self._guarded else 0
 
     # ---- readiness
 
@@ -205,7 +171,7 @@ class EngineProcess:
         """True when a process of ours listens. A container's processes are not visible: then the settings decide."""
         listeners = procfs.listeners(self._port, procfs.table())
         if listeners:
-            return bool(listeners & {process.pid for process in procfs.descendants(self._guard_pid)})
+            return bool(listeners & {process.pid for process in procfs.descendants(self.guard_pid)})
         return bool(procfs.listening_inodes(self._port)) and self._command_is_ours(self._read_settings())
 
     def _command_is_ours(self, info: dict[str, Any]) -> bool:
@@ -228,7 +194,7 @@ class EngineProcess:
                 self._raise_if_dead(wait_s=0.2)
                 if time.monotonic() < deadline - POLL_S:
                     time.sleep(POLL_S)
-                elif "HTTP" in str(error):
+                elif error.status is not None:
                     raise self._error(
                         self._unready(f"it says that it is ready and refuses a generate: {error}")
                     ) from error
@@ -257,10 +223,16 @@ class EngineProcess:
             raise self._error(failure)
 
     def _raise_if_dead(self, wait_s: float = 0.0) -> None:
-        self._listen(wait_s)
-        if self.exit_code is not None:
+        guarded = self._guarded
+        if guarded is None:
+            raise RuntimeError("the engine was not started")
+        guarded.listen(wait_s)
+        if guarded.closed or (guarded.guard_gone and guarded.exit_code is None):
+            cause = "stopped by its owner" if guarded.closed else "its guard was killed, and the engine with it"
+            raise self._error(Failure(failure_class=FailureClass.KILLED, cause=cause, phase=self._phase))
+        if guarded.exit_code is not None:
             text = self._log.text()
-            raise self._error(logs.classify(text, self.exit_code, self._phase, env=self.launch.env))
+            raise self._error(logs.classify(text, guarded.exit_code, self._phase, env=self.launch.env))
 
     def _mute(self, error: watch.NoAnswerError) -> Failure:
         return watch.mute(self.launch.base_url, str(error), self._log, "warm-up", self.limits.generate_s)
@@ -285,12 +257,11 @@ class EngineProcess:
     def _stop(self) -> TeardownProof:
         began = time.monotonic()
         belongings = self._belongings
-        if belongings is None:
-            self._close_pipe(self.limits.stop_s)
-            return TeardownProof(group_dead=True, ports_free=True, seconds=time.monotonic() - began)
-        belongings.look(self._guard_pid)
+        if belongings is None or self._guarded is None:
+            return TeardownProof(group_dead=True, ports_free=True, seconds=0.0, notes=("nothing was started",))
+        belongings.look(self.guard_pid)
         belongings.look(None)
-        self._close_pipe(self.limits.stop_s + self.limits.proof_s)
+        self._guarded.close(self.limits.stop_s + self.limits.proof_s)
         deadline = time.monotonic() + self.limits.proof_s
         notes = self._survivors(belongings)
         alive = belongings.kill(deadline)
@@ -315,18 +286,6 @@ class EngineProcess:
     def _survivors(self, belongings: Belongings) -> list[str]:
         """What outlived the guard's own sweep: worth a note, since it should never happen."""
         return [f"{process.name} (pid {process.pid}) survived the guard" for process in belongings.living()]
-
-    def _close_pipe(self, limit_s: float) -> None:
-        """Let the guard end the engine; return when the guard is gone or the time is over."""
-        if self._pipe is None or self._pipe.stdin is None or self._pipe.stdout is None:
-            return
-        self._pipe.stdin.close()
-        deadline = time.monotonic() + limit_s
-        while procfs.read(self._guard_pid) and time.monotonic() < deadline:
-            self._listen(POLL_S / 2)
-            time.sleep(POLL_S / 10)
-        self._pipe.stdout.close()
-        self._pipe.wait(timeout=GUARD_START_S)
 
     @staticmethod
     def _await_ports(belongings: Belongings, deadline: float) -> list[int]:

@@ -17,6 +17,7 @@ from serve import nvml, procfs
 from serve.engines import logs
 
 HEALTH_S = 5.0
+BUSY = (429, 503)  # a full queue is no silence
 # Programs that compile kernels; while one of ours works, a silent log is no hang.
 COMPILERS = frozenset(
     (
@@ -109,7 +110,11 @@ def _is_compiler(process: procfs.Process) -> bool:
 
 
 class NoAnswerError(Exception):
-    """The server did not answer as asked: refused, reset, late, or another status than 200."""
+    """The server did not answer as asked: refused, reset, late, or another status than 200 (then `status`)."""
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 def request(base_url: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> bytes:
@@ -131,7 +136,8 @@ def request(base_url: str, path: str, body: dict[str, Any] | None, timeout_s: fl
     finally:
         connection.close()
     if reply.status != 200:
-        raise NoAnswerError(f"{path}: HTTP {reply.status} {data[:200].decode(errors='replace')}".strip())
+        said = data[:200].decode(errors="replace")
+        raise NoAnswerError(f"{path}: HTTP {reply.status} {said}".strip(), reply.status)
     return data
 
 
@@ -197,6 +203,8 @@ class Liveness:
         try:
             generate(self.base_url, self.engine, self.generate_s)
         except NoAnswerError as error:
+            if error.status in BUSY:
+                return
             self._failure = mute(self.base_url, str(error), self.log, "measure", self.generate_s)
 
 

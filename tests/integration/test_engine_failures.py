@@ -96,7 +96,7 @@ def test_the_engine_gets_the_environment_of_its_plan_and_no_stale_one(
     config = EngineConfig(engine="sglang", model="m", collectives=Collectives(nccl_proto="LL"))
     with engine_of({}, tmp_path, config=config) as engine:
         engine.wait_ready()
-        pid = next(p.pid for p in procfs.descendants(engine._guard_pid))
+        pid = next(p.pid for p in procfs.descendants(engine.guard_pid))
         assert procfs.has_variable(pid, "NCCL_PROTO=LL")
         assert not procfs.has_variable(pid, "SGLANG_SIMULATE_ACC_LEN=4")
     assert engine.launch.scrubbed.count("SGLANG_SIMULATE_ACC_LEN") == 1
@@ -191,7 +191,7 @@ def test_recorded_healthy_starts_pass_the_same_limit(name: str, tmp_path: Path) 
 
 def test_a_compiler_at_work_suspends_the_limit(tmp_path: Path) -> None:
     limits = LIMITS.model_copy(update={"stall_s": 1.0})
-    with engine_of({"busy_at": "capture", "busy_s": 2.0}, tmp_path, limits) as engine:
+    with engine_of({"busy_at": "capture", "busy_s": 1.5}, tmp_path, limits) as engine:
         engine.wait_ready()
     assert_gone(engine)
 
@@ -299,7 +299,7 @@ def test_a_stopped_process_is_hung(tmp_path: Path) -> None:
     limits = LIMITS.model_copy(update={"silence_s": 0.5, "generate_s": 0.5})
 
     def freeze(engine: EngineProcess) -> None:
-        for process in procfs.descendants(engine._guard_pid):
+        for process in procfs.descendants(engine.guard_pid):
             os.kill(process.pid, signal.SIGSTOP)
         keep_checking(engine)
 
@@ -339,6 +339,26 @@ def test_a_start_that_is_stopped_leaves_no_children(tmp_path: Path) -> None:
     assert_gone(engine)
 
 
+def test_stopping_ends_a_wait_in_another_thread(tmp_path: Path) -> None:
+    engine = engine_of({"hang_at": "capture"}, tmp_path)
+    engine.start()
+    raised: list[EngineError] = []
+
+    def wait() -> None:
+        try:
+            engine.wait_ready()
+        except EngineError as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.3)
+    engine.stop()
+    waiting.join(10)
+    assert_gone(engine)
+    assert raised and raised[0].failure.failure_class is FailureClass.KILLED
+
+
 DRIVER = """
     import json, sys, time
     from pathlib import Path
@@ -372,8 +392,10 @@ def test_kill_9_of_the_guard_ends_the_server_and_the_proof_finds_the_rest(tmp_pa
     engine = engine_of({"stubborn_children": True, "escaped_children": True}, tmp_path)
     engine.start()
     engine.wait_ready()
-    os.kill(engine._guard_pid, signal.SIGKILL)
+    os.kill(engine.guard_pid, signal.SIGKILL)
     assert until(lambda: not procfs.listening_inodes(engine._port)), "the kernel ends the server with its guard"
+    with pytest.raises(EngineError, match="its guard was killed"):
+        engine.check()
     assert alive_with_port(engine.launch), "the escaped children live on"
     proof = engine.stop()
     assert_gone(engine)
@@ -385,7 +407,7 @@ def test_a_surviving_child_fails_the_proof_and_keeps_the_lease(tmp_path: Path, m
     engine = engine_of({"stubborn_children": True, "escaped_children": True}, tmp_path, limits)
     engine.start()
     engine.wait_ready()
-    os.kill(engine._guard_pid, signal.SIGKILL)
+    os.kill(engine.guard_pid, signal.SIGKILL)
     until(lambda: not procfs.listening_inodes(engine._port))
     with monkeypatch.context() as unkillable:
         unkillable.setattr(procfs, "kill", lambda who, number=signal.SIGKILL: None)
