@@ -1,10 +1,10 @@
 """Where the milliseconds of a decode step go, from SGLang's own torch profiler.
 
-`capture` asks a running server for a short trace of every rank; `parse` turns one rank's Chrome trace
-into a `StepProfile`. GPU work is tied to the pass that launched it through CUPTI's correlation ids: a
-kernel, also one inside a replayed CUDA graph, carries the id of the call that launched it, and that call
-lies inside the spans SGLang writes (`step[TARGET_VERIFY bs=8]`, `draft`, `draft_extend`). So it holds
-under overlapped scheduling, where the CPU runs a step ahead of the GPU.
+`parse` turns one rank's Chrome trace into a `StepProfile`; `pipeline.capture` takes the traces. GPU work
+is tied to the pass that launched it through CUPTI's correlation ids: a kernel, also one inside a replayed
+CUDA graph, carries the id of the call that launched it, and that call lies inside the spans SGLang writes
+(`step[TARGET_VERIFY bs=8]`, `draft`, `draft_extend`). So it holds under overlapped scheduling, where the
+CPU runs a step ahead of the GPU.
 """
 
 from __future__ import annotations
@@ -12,13 +12,9 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import threading
-import time
-import urllib.error
-import urllib.request
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -49,7 +45,6 @@ KERNELS: tuple[tuple[re.Pattern[str], Kind], ...] = (
 )
 _GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _STALL = 3.0  # a cycle this many times the median held something else: a prefill, a pause
-_STOPPED = 2.0  # seconds without growth after which a trace file is taken for whole
 
 
 class StepProfile(Frozen):
@@ -260,87 +255,3 @@ _RANK = {"target": 0, "draft": 1, "prefill": 2, "other": 3}
 def _lane(item: _Work) -> tuple[int, str]:
     kind = "compute" if item.kind == "compute" else "collective"
     return (10 if kind == "collective" else 0) + _RANK[item.which], f"{item.which} {kind}"
-
-
-def capture(
-    base_url: str,
-    out_dir: Path,
-    load: Callable[[], object],
-    *,
-    num_steps: int = 30,
-    settle_s: float = 1.0,
-    timeout_s: float = 180.0,
-) -> list[Path]:
-    """Profile a running server while `load` keeps it decoding; return one trace file a rank.
-
-    Args:
-        base_url: the server, started by us: it writes into `out_dir`, so it must share this file system.
-        out_dir: an own, empty folder.
-        load: sends requests and returns when they are done; run in a thread.
-        num_steps: forward passes of the scheduler to record.
-        settle_s: time given to prefill before the profiler starts.
-        timeout_s: limit on the whole capture.
-
-    Raises:
-        MeasurementError: the server refused, or no whole trace came in time.
-    """
-    out_dir.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + timeout_s
-    sender = threading.Thread(target=load, daemon=True)
-    sender.start()
-    sender.join(settle_s)
-    request = {
-        "output_dir": str(out_dir.resolve()),
-        "num_steps": num_steps,
-        "activities": ["CPU", "GPU"],
-        "with_stack": False,
-        "record_shapes": False,
-    }
-    _post(f"{base_url}/start_profile", request, timeout_s)
-    sender.join(max(0.0, deadline - time.monotonic()))
-    return _wait_for_traces(base_url, out_dir, deadline)
-
-
-def _wait_for_traces(base_url: str, out_dir: Path, deadline: float) -> list[Path]:
-    sizes: dict[Path, int] = {}
-    stopped, since = False, time.monotonic()
-    while time.monotonic() < deadline:
-        seen = {path: path.stat().st_size for path in sorted(out_dir.glob("*.trace.json.gz"))}
-        if seen != sizes:
-            sizes, since = seen, time.monotonic()
-        quiet = time.monotonic() - since > _STOPPED
-        if sizes and quiet:
-            return list(sizes)
-        if quiet and not stopped:  # the load ended before `num_steps`: ask for what there is
-            stopped = True
-            _post(f"{base_url}/stop_profile", {}, max(1.0, deadline - time.monotonic()), may_fail=True)
-        time.sleep(0.2)
-    raise MeasurementError(f"no trace appeared in {out_dir}; see the engine's log for the profiler's message")
-
-
-def _post(url: str, body: dict[str, Any], timeout_s: float, *, may_fail: bool = False) -> None:
-    request = urllib.request.Request(  # noqa: S310 - http, to an engine that we started
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=timeout_s):  # noqa: S310
-            return
-    except (urllib.error.URLError, TimeoutError) as error:
-        if not may_fail:
-            raise MeasurementError(f"{url}: {error}") from error
-
-
-def rank_of(path: Path) -> str:
-    """The rank in a trace's file name, such as `TP-1`."""
-    found = re.search(r"TP-\d+(?:-(?:DP|PP|EP)-\d+)*", path.name)
-    return found.group() if found else path.name
-
-
-def profile_engine(
-    base_url: str, out_dir: Path, load: Callable[[], object], *, label: str = "", num_steps: int = 30
-) -> list[StepProfile]:
-    """Capture and parse: one `StepProfile` a rank, also stored as `profile.json` in `out_dir`."""
-    paths = capture(base_url, out_dir, load, num_steps=num_steps)
-    profiles = [parse(load_trace(path), rank=rank_of(path), label=label) for path in paths]
-    (out_dir / "profile.json").write_text(json.dumps([p.model_dump() for p in profiles], indent=2))
-    return profiles

@@ -41,13 +41,14 @@ def build(
     dissected = facts.anatomies(grouped, measured, home)
     subject = _subject(dissected, winner)
     on_front, front = _front(selection, measured, objective)
+    ranking = _ranking(selection, grouped, on_front)
     return Report(
         title=title,
         facts=_facts(records),
         metric=objective.goals[0].metric,
         unit=_unit(objective.goals[0]),
-        verdict=_verdict(selection, grouped, objective.goals[0]),
-        ranking=_ranking(selection, grouped, on_front),
+        verdict=_verdict(selection, grouped, objective.goals[0]).model_copy(update={"explanation": explain(ranking)}),
+        ranking=ranking,
         front=front,
         points=measured,
         effects=ablation.effects(records, objective, selection.noise_floor or 0.0),
@@ -115,6 +116,19 @@ def _verdict(selection: Selection, grouped: facts.Launches, goal: Goal) -> Verdi
         lossless=_lossless(winner, grouped),
         command=pasteable(launch) if launch else None,
     )
+
+
+def explain(ranking: Sequence[Row]) -> str | None:
+    """What speculation yields and costs: of the winner, or of the best speculation where plain decoding wins."""
+    speculative = [row for row in ranking if row.accept_length is not None and row.speedup]
+    row = next((row for row in speculative if row.is_winner), speculative[0] if speculative else None)
+    if row is None or row.accept_length is None or row.speedup is None:
+        return None
+    steps = row.accept_length / row.speedup
+    cycle = f"{steps:.2f} plain steps a verify cycle and yields {row.accept_length:.2f} tokens"
+    if row.is_winner:
+        return f"It takes {cycle}; it pays above {steps:.2f}."
+    return f"The best speculation, {row.name}, takes {cycle}; it would pay above {steps:.2f}."
 
 
 def _headline(selection: Selection, winner: Ranked, goal: Goal) -> str:

@@ -59,7 +59,7 @@ def throughput_latency(report: Report) -> Figure | None:
     points = [p for p in report.points if p.mean_tpot_ms is not None]
     if not points:
         return None
-    shown = _leaders(report.ranking)
+    shown = leaders(report.ranking)
     workloads = list(dict.fromkeys(p.workload for p in points))
     traces = [
         _line(row, [p for p in points if p.config_id == row.config_id and p.workload == workload], workload, dash)
@@ -71,7 +71,7 @@ def throughput_latency(report: Report) -> Figure | None:
     return _figure([others, *traces] if rest else traces, "mean TPOT, ms (less is better)", "output tok/s")
 
 
-def _leaders(ranking: Iterable[Row]) -> list[Row]:
+def leaders(ranking: Iterable[Row]) -> list[Row]:
     """Winner, baseline and the best of each algorithm, in the ranking's order."""
     chosen: dict[str, Row] = {}
     extra: list[Row] = []

@@ -55,7 +55,7 @@ def _answers(verdict: Verdict, unit: str) -> str:
     grid = "".join(_card(name, value, small) for name, value, small in cards if value)
     lines = "".join(
         f'<p class="say"><b>{name}</b><span>{escape(text)}</span></p>'
-        for name, text in (("Why", verdict.reason), ("Lossless", verdict.lossless))
+        for name, text in (("Why", verdict.reason), ("How", verdict.explanation), ("Lossless", verdict.lossless))
         if text
     )
     return f'<dl class="answers">{grid}</dl>{lines}'

@@ -18,6 +18,7 @@ class Verdict(Frozen):
 
     headline: str
     reason: str
+    explanation: str | None = None  # in tokens and plain steps a cycle
     winner: str | None = None
     winner_id: str | None = None
     value: Estimate | None = None

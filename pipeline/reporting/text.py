@@ -38,7 +38,7 @@ def verdict_lines(verdict: Verdict, unit: str) -> tuple[tuple[str, str], ...]:
         ("baseline", f"{spread(verdict.baseline)} {unit}" if verdict.baseline else None),
         ("speed-up", f"{times(verdict.speedup)}{interval}" if verdict.speedup is not None else None),
         ("noise floor", f"{verdict.noise_floor:.1%}" if verdict.noise_floor is not None else None),
-        ("why", verdict.reason),
+        ("why", " ".join(part for part in (verdict.reason, verdict.explanation) if part)),
         ("lossless", verdict.lossless),
     )
     return tuple((name, value) for name, value in lines if value)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.capture import capture, decode_step_ms, profile_engine, rank_of, targets
 from pipeline.errors import MeasurementError
-from pipeline.profile import capture, kind_of, load_trace, parse, profile_engine, rank_of
+from pipeline.profile import kind_of, load_trace, parse
+from pipeline.store import Study
+from tests.fakes.fake_study import WINNER, full_study
 from tests.fakes.fake_trace import LAYERS, FakeTrace
 
 
@@ -114,25 +118,35 @@ def test_ranks_from_file_names() -> None:
 
 
 @contextmanager
-def profiling_server(write_at: str | None) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    """Answers like SGLang; writes two ranks' traces when `write_at` is asked for."""
+def profiling_server(*, writes: bool = True, tokens_a_step: int = 1) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """Answers like SGLang: /generate takes 20 ms and 0.2 ms a step; /start_profile writes two ranks' traces."""
     asked: list[tuple[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append((self.path, body))
-            if self.path == write_at:
-                folder = Path(asked[0][1]["output_dir"])
+            answer = b"Start profiling."
+            if self.path == "/generate":
+                answer = json.dumps({"text": "", "meta_info": self.decode(body)}).encode()
+            elif writes:
                 for rank in range(2):
-                    speculative().write(folder / f"1764-TP-{rank}.trace.json.gz")
+                    speculative().write(Path(body["output_dir"]) / f"1764-TP-{rank}.trace.json.gz")
             self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
+            self.wfile.write(answer)
+
+        def decode(self, body: dict[str, Any]) -> dict[str, int]:
+            tokens = body["sampling_params"]["max_new_tokens"]
+            steps = tokens // tokens_a_step if tokens_a_step > 1 else tokens - 1
+            time.sleep(0.02 + 2e-4 * steps)
+            return {"completion_tokens": tokens} | ({"spec_verify_ct": steps} if tokens_a_step > 1 else {})
 
         def log_message(self, *args: object) -> None:
             pass
 
-    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -143,21 +157,38 @@ def profiling_server(write_at: str | None) -> Iterator[tuple[str, list[tuple[str
         server.server_close()
 
 
+def busy() -> None:
+    time.sleep(0.02)
+
+
 def test_capture_profiles_every_rank(tmp_path: Path) -> None:
-    with profiling_server("/start_profile") as (url, asked):
-        found = profile_engine(url, tmp_path / "p", lambda: None, label="EAGLE3", num_steps=7)
+    with profiling_server() as (url, asked):
+        found = profile_engine(url, tmp_path / "p", busy, label="EAGLE3", num_steps=7, measured_step_ms=3.5)
     assert [p.rank for p in found] == ["TP-0", "TP-1"]
-    assert asked[0][1]["num_steps"] == 7
-    assert json.loads((tmp_path / "p" / "profile.json").read_text())[1]["label"] == "EAGLE3"
-
-
-def test_a_load_that_ends_early_still_gives_its_trace(tmp_path: Path) -> None:
-    with profiling_server("/stop_profile") as (url, asked):
-        found = capture(url, tmp_path / "p", lambda: None, settle_s=0.01, timeout_s=20)
-    assert len(found) == 2
-    assert [path for path, _ in asked] == ["/start_profile", "/stop_profile"]
+    assert asked[0][0] == "/start_profile" and asked[0][1]["num_steps"] == 7
+    stored = json.loads((tmp_path / "p" / "profile.json").read_text())
+    assert (stored[1]["label"], stored[1]["measured_step_ms"]) == ("EAGLE3", 3.5)
 
 
 def test_a_profiler_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
-    with profiling_server(None) as (url, _), pytest.raises(MeasurementError, match="no trace appeared"):
-        capture(url, tmp_path / "p", lambda: None, settle_s=0.01, timeout_s=1)
+    with profiling_server(writes=False) as (url, _), pytest.raises(MeasurementError, match="no trace appeared"):
+        capture(url, tmp_path / "p", busy, settle_s=0.01, timeout_s=1)
+
+
+def test_a_server_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(MeasurementError, match="start_profile"):
+        capture("http://127.0.0.1:9", tmp_path / "p", busy, settle_s=0.01, timeout_s=1)
+
+
+@pytest.mark.parametrize("tokens_a_step", [1, 2])
+def test_the_decode_step_is_timed_without_prefill(tokens_a_step: int) -> None:
+    with profiling_server(tokens_a_step=tokens_a_step) as (url, _):
+        assert decode_step_ms(url, streams=2) == pytest.approx(0.2, rel=0.5)
+
+
+def test_baseline_winner_and_the_best_of_each_algorithm_are_profiled(tmp_path: Path) -> None:
+    chosen = targets(Study.open(full_study().write(tmp_path)))
+    assert {r.config.speculation.algorithm for r in chosen} == {"none", "NGRAM", "EAGLE3", "STANDALONE"}
+    assert any(r.role == "baseline" for r in chosen)
+    assert WINNER.config in {r.config for r in chosen}
+    assert len({r.config_id for r in chosen}) == len(chosen) <= 6

@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.config import EngineConfig
 from pipeline.errors import InputError
+from pipeline.profile import parse
 from pipeline.records import Estimate, FailureClass, Launch
 from pipeline.report import load_report, render, write_html
 from pipeline.reporting import loads
@@ -23,6 +24,7 @@ from pipeline.reporting.html import render as render_html
 from pipeline.reporting.model import Point, Report
 from pipeline.reporting.sections import change, figure, spread
 from tests.fakes.fake_study import BASELINE, WINNER, FakeStudy, config, eagle, full_study, null_study
+from tests.fakes.fake_trace import FakeTrace
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +85,36 @@ def test_anatomies_recover_the_cost_model(report: Report) -> None:
     assert found.max_accept_length == 4
 
 
+def test_why_is_said_in_tokens_and_plain_steps(report: Report) -> None:
+    assert report.verdict.explanation == (
+        "It takes 1.34 plain steps a verify cycle and yields 2.28 tokens; it pays above 1.34."
+    )
+
+
+def test_profiles_of_a_study_are_shown(tmp_path: Path) -> None:
+    folder = full_study().write(tmp_path)
+    trace = FakeTrace()
+    for _ in range(4):
+        trace.speculative_step()
+    found = [parse(trace.events, rank=f"TP-{rank}", label="EAGLE3") for rank in range(2)]
+    (folder / "profiles" / "abc").mkdir(parents=True)
+    (folder / "profiles" / "abc" / "profile.json").write_text(json.dumps([p.model_dump() for p in found]))
+    report = load_report(str(folder))
+    assert [p.rank for p in report.profiles] == ["TP-0", "TP-1"]
+    assert "Where the milliseconds go" in render(report)
+    bars = figures(report)["step_time"]["data"]
+    assert sum(bar["x"][0] for bar in bars) == pytest.approx(report.profiles[0].step_ms)
+    (folder / "profiles" / "abc" / "profile.json").write_text('[{"rank": 1}]')
+    with pytest.raises(InputError, match="not a profile"):
+        load_report(str(folder))
+
+
 def test_no_winner_is_an_answer(tmp_path: Path) -> None:
     report = load_report(str(null_study().write(tmp_path)))
     assert report.verdict.headline == "No configuration beats the baseline: no speculation stays"
     assert report.verdict.reason.startswith("No difference that holds")
+    assert report.verdict.explanation is not None
+    assert report.verdict.explanation.startswith("The best speculation, NGRAM draft=16, takes 1.77 plain steps")
     assert report.effects == ()
 
 
@@ -228,7 +256,8 @@ def test_the_story_prints_its_lines() -> None:
     said = " ".join(out.split())
     for line in (
         "plain step 12.2 ms", "cycle 33 ms", "break-even accept length 2.7",
-        "At a verify step of 30 ms: break-even 2.5", "ceiling of a perfect 3-token draft 133 tok/s", "The drafter is not the bottleneck",
+        "At a verify step of 30 ms: break-even 2.5",
+        "ceiling of a perfect 3-token draft 133 tok/s", "The drafter is not the bottleneck",
         "25 ms of all-reduces in a verify step", "does not fit a plain step of 12.2 ms with as many of them",
     ):  # fmt: skip
         assert line in said
