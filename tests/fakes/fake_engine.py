@@ -26,6 +26,7 @@ class Job:
     max_tokens: int
     ignore_eos: bool
     received: float
+    admitted: float = 0.0  # when a slot was free
     stop: tuple[str, ...] = ()
     cached_tokens: int = 0
     tokens: list[fake_text.Token] = field(default_factory=list)
@@ -127,9 +128,11 @@ class FakeEngine:
 
     async def run(self, job: Job, deliver: Any) -> None:
         """Pace `job`: call `deliver(job, first, last)` for each chunk of tokens, on absolute deadlines."""
+        waits = self.slots.locked()
         self.queued += 1
         async with self.slots:
             self.queued -= 1
+            job.admitted = time.monotonic() if waits else job.received
             self.running[job.rid] = job
             try:
                 await self._pace(job, deliver)
@@ -140,8 +143,7 @@ class FakeEngine:
     async def _pace(self, job: Job, deliver: Any) -> None:
         knobs = self.knobs
         jitter = knobs.jitter_ms * (fake_text.digest(job.rid) % 1000) / 1000
-        start = max(job.received, time.monotonic() if len(self.running) >= self.limit else 0.0)
-        first = start + (knobs.ttft_ms + jitter) / 1e3
+        first = job.admitted + (knobs.ttft_ms + jitter) / 1e3
         step_s = self.step_s + self.per_stream_s * (len(self.running) - 1)
         step = 0
         while job.sent < len(job.tokens) or step == 0:
@@ -168,6 +170,7 @@ class FakeEngine:
             "rid": job.rid,
             "prompt": job.prompt[:200],
             "received": job.received,
+            "admitted": job.admitted,
             "writes": job.writes,  # [monotonic time just before the write, tokens in it]
             "prompt_tokens": job.prompt_tokens,
             "output_tokens": job.sent,
