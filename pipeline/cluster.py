@@ -56,7 +56,7 @@ def cluster(address: str | None, gpus: int) -> Iterator[tuple[str, ...]]:
         start_serve()
         yield nodes
     finally:
-        _leave(ray, local=address is None)
+        ray.shutdown()  # a local cluster ends with it, Serve included
 
 
 def _options(address: str | None, gpus: int) -> dict[str, Any]:
@@ -78,11 +78,3 @@ def _options(address: str | None, gpus: int) -> dict[str, Any]:
 
 def _quiet_serve() -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-
-
-def _leave(ray: Any, *, local: bool) -> None:
-    if local and ray.is_initialized():
-        from ray import serve
-
-        serve.shutdown()
-    ray.shutdown()

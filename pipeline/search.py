@@ -147,6 +147,7 @@ class Adapter(TuneSearcher):
         self._began, self._stop_after_s = time.monotonic(), stop_after_s
         self._live: dict[str, Proposal] = {}
         self._longest_s = 0.0
+        self._fault: Exception | None = None
         self.done: str | None = None  # why the study is over
         self.halted: str | None = None  # why this driver stopped before that
 
@@ -181,10 +182,22 @@ class Adapter(TuneSearcher):
             self._desk.phase(self._live[trial_id], result["phase"])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Judge and keep the record; a trial that died without one gets one that says so."""
+        """Take in a trial's end. Tune logs what a searcher raises and goes on: a fault is kept for `raise_fault`."""
         proposal = self._live.pop(trial_id, None)
         if proposal is None:
             return
+        try:
+            self._take_in(proposal, result)
+        except Exception as fault:
+            self._fault, self.halted = fault, f"trial {proposal.number} could not be recorded: {fault}"
+
+    def raise_fault(self) -> None:
+        """Raise what went wrong while a trial was recorded."""
+        if self._fault is not None:
+            raise self._fault
+
+    def _take_in(self, proposal: Proposal, result: dict[str, Any] | None) -> None:
+        """Judge and keep the record; a trial that died without one gets one that says so."""
         if result and "record" in result:
             outcome = Outcome(
                 TrialRecord.model_validate_json(result["record"]), _GREEDY.validate_json(result["greedy"])
@@ -277,3 +290,4 @@ def run_search(adapter: Adapter, bench: Bench, storage: Path) -> None:
         ),
     )
     tuner.fit()
+    adapter.raise_fault()

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
-from pipeline.models import known, resolve
+from pipeline.models import MODELS, resolve
 
 
 @lru_cache(maxsize=2)
 def token_counter(model: str) -> Callable[[str], int] | None:
     """A counter for a model that lies on this disk; None for others: nothing is fetched for a check."""
-    if not (known(model) or Path(model).is_dir()):
+    if not (model in MODELS or Path(model).is_dir()):
         return None
     file = resolve(model) / "tokenizer.json"
     if not file.is_file():

@@ -138,7 +138,9 @@ def judge(outcome: Outcome, reference: Reference | None) -> TrialRecord:
     record = outcome.record
     if record.status not in ("ok", "stopped") or record.measurement is None:
         return record
-    lossless = compare(reference, outcome.greedy, record.measurement.levels, record.config) if reference else None
+    # A trial stopped early was not asked: it cannot win anyway.
+    levels = record.measurement.levels
+    lossless = compare(reference, outcome.greedy, levels, record.config) if reference and outcome.greedy else None
     broken = broken_rules(record.measurement.levels, record.config, outcome.greedy)
     return record.model_copy(update={"lossless": lossless, "broken": broken})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,15 +94,15 @@ def _resolve(spec: SpaceSpec, *, dry_run: bool) -> tuple[Topology, str | None, E
     from pipeline.models import known
     from pipeline.space import EngineChoice, choose_engine
     from pipeline.topology import probe
-    from serve.engines.sglang_flags import installed_release
 
-    topology, installed = probe(), installed_release()
-    stated = spec.file.sglang.topology if spec.file.sglang else None
-    if dry_run and spec.engine != "embedded" and topology.gpu_count == 0 and stated is not None:
-        choice = EngineChoice("sglang", "dry run on the machine that the file states")
-        topology = stated
+    topology, release = probe(), _release(spec)
+    if dry_run and topology.gpu_count == 0 and (spec.engine == "sglang" or spec.file.embedded is None):
+        stated = spec.file.sglang.topology if spec.file.sglang else None
+        topology = stated or topology
+        machine = "on the machine that the file states" if stated else "on a machine that the file does not state"
+        choice = EngineChoice("sglang", f"dry run {machine}")
     else:
-        choice = choose_engine(spec.engine, topology, installed, spec.need_gpus)
+        choice = choose_engine(spec.engine, topology, release, spec.need_gpus)
     part = spec.for_engine(choice.engine)
     part.check_paths()
     if choice.engine == "embedded" and not known(part.model):
@@ -112,7 +113,16 @@ def _resolve(spec: SpaceSpec, *, dry_run: bool) -> tuple[Topology, str | None, E
             f"no model {part.model!r}", source=str(spec.path), key="embedded.model",
             expected="a small model's name, a folder or a hub id", nearest=nearest(part.model, MODELS),
         )  # fmt: skip
-    return topology, installed or part.release, choice, part
+    return topology, release or part.release, choice, part
+
+
+def _release(spec: SpaceSpec) -> str | None:
+    """SGLang's release: the installed one, or the file's word where another command stands in for the package."""
+    from serve.engines.sglang import COMMAND_VARIABLE
+    from serve.engines.sglang_flags import installed_release
+
+    stated = spec.file.sglang.release if spec.file.sglang and COMMAND_VARIABLE in os.environ else None
+    return installed_release() or stated
 
 
 def _print_plan(choice: EngineChoice, part: Space, release: str | None, topology: Topology, *, as_json: bool) -> None:
