@@ -142,15 +142,19 @@ def _advise(
     """Compare what a perfect drafter would give with what a cycle as short as a plain step would."""
     perfect = max((c for c in (ceiling, at_verify) if c is not None), default=None)
     if perfect is None:
-        return "none", f"A cycle as short as a plain step would give {cheap:.0f} tok/s; it takes {steps:.1f} now."
-    both = f"a perfect one would give {perfect:.0f} tok/s, a cycle as short as a plain step {cheap:.0f}"
+        return "none", f"A cycle as short as a plain step would give {_rate(cheap)} tok/s; it takes {steps:.1f} now."
+    both = f"a perfect one would give {_rate(perfect)} tok/s, a cycle as short as a plain step {_rate(cheap)}"
     if perfect <= plain:
-        return "step", f"No drafter can pay here: even {both[2:]}; plain decoding gives {plain:.0f}."
+        return "step", f"No drafter can pay here: even {both[2:]}; plain decoding gives {_rate(plain)}."
     if max(perfect, cheap) < now * _WORTH:
-        return "none", f"Little is left to gain: {both}; {now:.0f} is reached."
+        return "none", f"Little is left to gain: {both}; {_rate(now)} is reached."
     if cheap > perfect:
         return "step", f"The drafter is not the bottleneck: {both}. Work on the verify step ({steps:.1f} plain steps)."
     return "drafter", f"The drafter is the bottleneck: {both}. Work on the accept length."
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def what_if(anatomy: Anatomy, shares: tuple[float, ...] = (0.75, 0.5)) -> WhatIf:

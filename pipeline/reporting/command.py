@@ -8,6 +8,7 @@ from pathlib import PurePath
 from pipeline.records import Launch
 
 _PORT = "30000"  # SGLang's own default; the trial's port was picked at random
+_OURS = {"PYTHONPATH", "PYTHONUNBUFFERED"}  # how the trial's child was run, not what it was
 
 
 def pasteable(launch: Launch) -> str:
@@ -16,7 +17,7 @@ def pasteable(launch: Launch) -> str:
     if words and PurePath(words[0]).name.startswith("python"):
         words[0] = "python3"
     words = [_PORT if before == "--port" else word for before, word in zip(["", *words], words, strict=False)]
-    lines = [f"{name}={shlex.quote(value)}" for name, value in sorted(launch.env.items())]
+    lines = [f"{name}={shlex.quote(value)}" for name, value in sorted(launch.env.items()) if name not in _OURS]
     return " \\\n  ".join([*lines, *_grouped(words)])
 
 

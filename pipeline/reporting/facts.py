@@ -20,6 +20,8 @@ from pipeline.profile import StepProfile
 from pipeline.records import Distribution, Estimate, LevelResult, TrialRecord
 from pipeline.reporting.model import Cost, FailureLine, Point, Span
 
+_PHASES = {name: place for place, name in enumerate(("deploy", "launch", "ready", "warm", "measure", "", "teardown"))}
+
 Launches = dict[str, list[TrialRecord]]  # by configuration id
 
 
@@ -107,7 +109,7 @@ def anatomies(grouped: Launches, measured: Sequence[Point], baseline: str | None
             plain=plain[p.level],
             speculative=p.tok_per_s.value,
             accept_length=p.accept_length,
-            streams=p.concurrency,
+            streams=_streams(grouped[p.config_id][0].config, p.concurrency),
             max_accepted=anatomy.max_accept_length(grouped[p.config_id][0].config, grouped[p.config_id][0].resolved),
             level=p.level,
         )
@@ -115,6 +117,11 @@ def anatomies(grouped: Launches, measured: Sequence[Point], baseline: str | None
         if p.algorithm != "none" and p.accept_length and p.concurrency and p.level in plain
     ]
     return tuple(sorted(made, key=lambda a: -a.speedup))
+
+
+def _streams(config: EngineConfig, concurrency: int) -> int:
+    """Requests that really decode at once: the embedded engine takes one at a time, SGLang has a limit."""
+    return 1 if config.engine == "embedded" else min(concurrency, config.max_running_requests)
 
 
 def failures(records: Iterable[TrialRecord]) -> tuple[FailureLine, ...]:
@@ -149,8 +156,13 @@ def cost(records: Sequence[TrialRecord]) -> Cost:
         failed=statuses["failed"],
         hours=sum(phases.values()) / 3600,
         gpu_hours=sum(gpu) / 3600 if gpu else None,
-        phases_s=dict(phases),
+        phases_s=in_order(phases),
     )
+
+
+def in_order(phases: Mapping[str, float]) -> dict[str, float]:
+    """Phases as a trial goes through them; unknown ones keep their place before the teardown."""
+    return dict(sorted(phases.items(), key=lambda item: _PHASES.get(item[0], _PHASES["teardown"] - 1)))
 
 
 def timeline(records: Iterable[TrialRecord]) -> tuple[Span, ...]:
@@ -166,7 +178,7 @@ def timeline(records: Iterable[TrialRecord]) -> tuple[Span, ...]:
             role=r.role,
             status=r.status,
             start_s=(when - origin).total_seconds(),
-            phases_s=r.phases_s,
+            phases_s=in_order(r.phases_s),
         )
         for when, r in sorted(started, key=lambda pair: pair[0])
     )

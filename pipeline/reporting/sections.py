@@ -318,7 +318,9 @@ def _cost(report: Report) -> Section | None:
     cost = report.cost
     if cost is None:
         return None
-    return Section("What it took", text=(_cost_line(cost),), table=_phases(cost), figures=("timeline",))
+    return Section(
+        "What it took", text=(_cost_line(cost),), table=_phases(cost) if cost.phases_s else None, figures=("timeline",)
+    )
 
 
 def _cost_line(cost: Cost) -> str:

@@ -19,6 +19,7 @@ from pipeline.report import load_report, render, write_html
 from pipeline.reporting import loads
 from pipeline.reporting.command import pasteable
 from pipeline.reporting.compare import compare
+from pipeline.reporting.facts import in_order
 from pipeline.reporting.figures import figures
 from pipeline.reporting.html import render as render_html
 from pipeline.reporting.model import Point, Report
@@ -69,6 +70,11 @@ def test_cost_counts_launches_and_gpu_hours(report: Report) -> None:
     assert cost is not None
     assert (cost.launches, cost.reused, cost.failed) == (25, 1, 2)
     assert cost.gpu_hours == pytest.approx(2 * cost.hours)
+
+
+def test_phases_come_in_the_order_of_a_trial() -> None:
+    found = in_order({"measure": 3.0, "teardown": 1.0, "soak": 2.0, "ready": 5.0, "deploy": 1.0})
+    assert list(found) == ["deploy", "ready", "measure", "soak", "teardown"]
 
 
 def test_each_kept_setting_earns_its_place(report: Report) -> None:
@@ -184,15 +190,29 @@ def test_two_studies_are_compared_within_noise(report: Report, tmp_path: Path) -
     other.trial(BASELINE, "reference")
     found = compare(report, load_report(str(other.write(tmp_path))))
     by_name = {row.name: row for row in found.comparison}
-    assert by_name["no speculation"].verdict in ("within noise", "changed")
-    assert by_name["no speculation"].change == pytest.approx(0, abs=0.02)
+    assert by_name["no speculation"].verdict == "within noise"
     assert by_name[WINNER.config.words()].verdict == "only in this study"
     assert "Against other" in render(found)
 
 
+def test_a_real_change_between_studies_has_a_direction(report: Report) -> None:
+    slower = report.model_copy(
+        update={
+            "ranking": tuple(
+                row.model_copy(update={"value": Estimate(value=0.8 * row.value.value)}) if row.value else row
+                for row in report.ranking
+            )
+        }
+    )
+    assert {row.verdict for row in compare(report, slower).comparison} == {"better here"}
+    assert {row.verdict for row in compare(slower, report).comparison} == {"worse here"}
+    times = {"metric": "p95_ttft_ms"}
+    assert {row.verdict for row in compare(report.model_copy(update=times), slower).comparison} == {"worse here"}
+
+
 def test_the_command_can_be_pasted() -> None:
     argv = ("/x/bin/python3.12", "-m", "sglang.launch_server", "--model-path", "a b", "--port", "41001", "--flag")
-    text = pasteable(Launch(argv=argv, env={"NCCL_ALGO": "allreduce:tree", "A": "x y"}))
+    text = pasteable(Launch(argv=argv, env={"NCCL_ALGO": "allreduce:tree", "A": "x y", "PYTHONPATH": "/here"}))
     stand_in = 'python3() { printf "%s|" "$A" "$NCCL_ALGO" "$@"; }\n'
     shown = subprocess.run(["bash", "-c", stand_in + text], capture_output=True, text=True, check=True, timeout=20)
     words = ["x y", "allreduce:tree", "-m", "sglang.launch_server", "--model-path", "a b", "--port", "30000", "--flag"]
