@@ -73,7 +73,8 @@ class Registry:
         from mlflow import artifacts
 
         source = self._client.get_model_version(self.name, str(version.version)).source
-        path = Path(artifacts.download_artifacts(artifact_uri=source, dst_path=str(folder), tracking_uri=self.uri))
+        with _process_uri(self.uri):
+            path = Path(artifacts.download_artifacts(artifact_uri=source, dst_path=str(folder)))
         if not (path / SERVICE_FILE).is_file():
             raise InputError(f"version {version.version} of {self.name} is no champion: it has no {SERVICE_FILE}")
         return path
@@ -142,7 +143,7 @@ def _process_uri(uri: str) -> Iterator[None]:
     """MLflow looks a version's source up through the process's own setting, whatever the client was given."""
     import mlflow
 
-    before = os.environ.get("MLFLOW_TRACKING_URI", "")
+    before: Any = os.environ.get("MLFLOW_TRACKING_URI")  # None unsets it again
     mlflow.set_tracking_uri(uri)
     try:
         yield
