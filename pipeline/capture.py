@@ -187,6 +187,7 @@ def profile_trial(record: TrialRecord, folder: Path, *, streams: int, steps: int
         EngineError: it did not start.
         MeasurementError: no whole trace came.
     """
+    from pipeline.reporting.facts import named
     from pipeline.spec import Limits
     from serve.engines import plan
     from serve.process import EngineProcess, free_port
@@ -202,7 +203,7 @@ def profile_trial(record: TrialRecord, folder: Path, *, streams: int, steps: int
             launch.base_url,
             folder,
             lambda: generate(launch.base_url, _LONG, streams),
-            label=record.config.words(),
+            label=named(record.config.words()),
             num_steps=steps,
             measured_step_ms=measured,
         )

@@ -7,11 +7,13 @@ import random
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fake_engine import FakeEngine, Job
 from fake_http import Connection, Request
 from fake_text import WORDS, Token
+from fake_trace import FakeTrace
 
 Route = Callable[[Request, Connection], Any]
 
@@ -36,6 +38,7 @@ class Api:
             "/metrics": self._metrics,
             "/flush_cache": self._flush,
             "/abort_request": self._abort,
+            "/start_profile": self._start_profile,
             "/generate": self._generate,
             "/v1/completions": self._completions,
             "/v1/chat/completions": self._chat,
@@ -80,6 +83,18 @@ class Api:
             out.answer(400, "Flush cache failed.\n")
             return 400
         out.answer(200, "Cache flushed.\nPlease check backend logs for more details.\n")
+        return 200
+
+    def _start_profile(self, request: Request, out: Connection) -> int:
+        """A trace of every rank, at once."""
+        body = request.json()
+        for rank in range(int(self.server_info.get("tp_size", 1))):
+            trace = FakeTrace()
+            step = trace.speculative_step if self.engine.algorithm else trace.plain_step
+            for _ in range(body["num_steps"]):
+                step()
+            trace.write(Path(body["output_dir"]) / f"1764-TP-{rank}.trace.json.gz")
+        out.answer(200, "Start profiling.\n")
         return 200
 
     def _abort(self, request: Request, out: Connection) -> int:
