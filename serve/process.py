@@ -138,6 +138,8 @@ class EngineProcess:
         self._prove_own_port()
         self._first_token()
         self.resolved = self._read_settings()
+        if self._belongings:
+            self._belongings.look(self.guard_pid)  # a crash later leaves nobody to ask
         self._phase = "measure"
         self._liveness = watch.Liveness(
             self.launch.base_url,
@@ -263,7 +265,8 @@ class EngineProcess:
         belongings.look(None)
         self._guarded.close(self.limits.stop_s + self.limits.proof_s)
         deadline = time.monotonic() + self.limits.proof_s
-        notes = self._survivors(belongings)
+        # Nothing should outlive the guard's own sweep: what does is worth a note.
+        notes = [f"{process.name} (pid {process.pid}) survived the guard" for process in belongings.living()]
         alive = belongings.kill(deadline)
         notes += [f"{process.name} (pid {process.pid}) cannot be killed" for process in alive]
         busy = self._await_ports(belongings, deadline)
@@ -282,10 +285,6 @@ class EngineProcess:
         if proof.proven and self._lease:
             self._lease.unlink(missing_ok=True)
         return proof
-
-    def _survivors(self, belongings: Belongings) -> list[str]:
-        """What outlived the guard's own sweep: worth a note, since it should never happen."""
-        return [f"{process.name} (pid {process.pid}) survived the guard" for process in belongings.living()]
 
     @staticmethod
     def _await_ports(belongings: Belongings, deadline: float) -> list[int]:
