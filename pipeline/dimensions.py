@@ -59,12 +59,15 @@ class Dimension:
 
     def suggest(self, trial: Any) -> Choice:
         """Ask an Optuna-like trial for a value."""
+        value: Choice
         if self.kind == "choices":
-            return trial.suggest_categorical(self.name, list(self.choices))  # type: ignore[no-any-return]
-        if self.kind == "int":
+            value = trial.suggest_categorical(self.name, list(self.choices))
+        elif self.kind == "int":
             step = int(self.step or 1)
-            return trial.suggest_int(self.name, int(self.low), int(self.high), step=step, log=self.log)  # type: ignore[no-any-return]
-        return trial.suggest_float(self.name, self.low, self.high, step=self.step, log=self.log)  # type: ignore[no-any-return]
+            value = trial.suggest_int(self.name, int(self.low), int(self.high), step=step, log=self.log)
+        else:
+            value = trial.suggest_float(self.name, self.low, self.high, step=self.step, log=self.log)
+        return value
 
     def values(self) -> tuple[Choice, ...] | None:
         """Every value, or None where they cannot be listed (a float range without a step)."""

@@ -74,8 +74,9 @@ def _draft_model(facts: Facts) -> str | None:
 
 def _narrow_backend(facts: Facts) -> str | None:
     draft, backend = facts.drafting, facts.config.attention_backend
-    wide = draft is not None and (draft.eagle_topk or 1) > 1
-    return f"eagle_topk {draft.eagle_topk} on {backend}" if wide and backend in ("trtllm_mha", "flashmla") else None  # type: ignore[union-attr]
+    if draft is None or (draft.eagle_topk or 1) == 1 or backend not in ("trtllm_mha", "flashmla"):
+        return None
+    return f"eagle_topk {draft.eagle_topk} on {backend}"
 
 
 def _paged_tree(facts: Facts) -> str | None:
