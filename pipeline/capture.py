@@ -29,6 +29,7 @@ from pipeline.records import TrialRecord
 from pipeline.store import RUNS, Study
 
 _STOPPED = 2.0  # seconds without growth after which a trace file is taken for whole
+_TRACES = "*.trace.json.gz"
 _SHORT, _LONG = 64, 448  # output tokens of the two runs whose difference holds no prefill
 _PROMPT = "Explain, step by step and with an example for each step, how a bicycle stays upright. Part"
 
@@ -40,6 +41,7 @@ def capture(
     out_dir: Path,
     load: Callable[[], object],
     *,
+    ranks: int = 1,
     num_steps: int = 30,
     settle_s: float = 0.5,
     timeout_s: float = 180.0,
@@ -48,8 +50,9 @@ def capture(
 
     Args:
         base_url: the server, started by us: it writes into `out_dir`, so it must share this file system.
-        out_dir: an own, empty folder.
+        out_dir: a folder of its own; traces of an earlier attempt in it are removed.
         load: sends requests and returns when they are done; called again and again until the traces are there.
+        ranks: traces to wait for, at least.
         num_steps: forward passes of the scheduler to record.
         settle_s: time given to the first prefill before the profiler starts.
         timeout_s: limit on the whole capture.
@@ -58,6 +61,8 @@ def capture(
         MeasurementError: the server refused, or no whole trace came in time.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
+    for stale in out_dir.glob(_TRACES):
+        stale.unlink()
     deadline = time.monotonic() + timeout_s
     request = {
         "output_dir": str(out_dir.resolve()),
@@ -69,7 +74,7 @@ def capture(
     with _kept_busy(load):
         time.sleep(settle_s)
         _post(f"{base_url}/start_profile", request, timeout_s)
-        return _wait_for_traces(out_dir, deadline)
+        return _wait_for_traces(out_dir, ranks, deadline)
 
 
 @contextmanager
@@ -90,17 +95,17 @@ def _kept_busy(load: Callable[[], object]) -> Iterator[None]:
     sending.result()
 
 
-def _wait_for_traces(out_dir: Path, deadline: float) -> list[Path]:
+def _wait_for_traces(out_dir: Path, ranks: int, deadline: float) -> list[Path]:
     sizes: dict[Path, int] = {}
     since = time.monotonic()
     while time.monotonic() < deadline:
-        seen = {path: path.stat().st_size for path in sorted(out_dir.glob("*.trace.json.gz"))}
+        seen = {path: path.stat().st_size for path in sorted(out_dir.glob(_TRACES))}
         if seen != sizes:
             sizes, since = seen, time.monotonic()
-        if sizes and time.monotonic() - since > _STOPPED:
+        if len(sizes) >= ranks and time.monotonic() - since > _STOPPED:
             return list(sizes)
         time.sleep(0.2)
-    raise MeasurementError(f"no trace appeared in {out_dir}; see the engine's log for the profiler's message")
+    raise MeasurementError(f"{len(sizes)} of {ranks} traces appeared in {out_dir}; the engine's log says why")
 
 
 def _post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
@@ -128,11 +133,12 @@ def profile_engine(
     load: Callable[[], object],
     *,
     label: str = "",
+    ranks: int = 1,
     num_steps: int = 30,
     measured_step_ms: float | None = None,
 ) -> list[StepProfile]:
     """Capture and parse: one `StepProfile` a rank, also stored as `profile.json` in `out_dir`."""
-    paths = capture(base_url, out_dir, load, num_steps=num_steps)
+    paths = capture(base_url, out_dir, load, ranks=ranks, num_steps=num_steps)
     profiles = [
         parse(load_trace(path), rank=rank_of(path), label=label).model_copy(
             update={"measured_step_ms": measured_step_ms}
@@ -204,6 +210,7 @@ def profile_trial(record: TrialRecord, folder: Path, *, streams: int, steps: int
             folder,
             lambda: generate(launch.base_url, _LONG, streams),
             label=named(record.config.words()),
+            ranks=record.config.tensor_parallel_size,
             num_steps=steps,
             measured_step_ms=measured,
         )

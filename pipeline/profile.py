@@ -72,6 +72,11 @@ class StepProfile(Frozen):
     measured_step_ms: float | None = None  # by the ruler, without the profiler
 
     @property
+    def overhead(self) -> float | None:
+        """Share by which the profiled step is longer than the measured one."""
+        return self.step_ms / self.measured_step_ms - 1 if self.measured_step_ms else None
+
+    @property
     def parts_ms(self) -> dict[str, float]:
         """The parts in the order in which a bar shows them."""
         return {

@@ -251,10 +251,19 @@ def _profiles(report: Report) -> Section | None:
     rows = tuple(_profile_row(p) for p in report.profiles)
     return Section(
         "Where the milliseconds go",
-        text=("One decode step by the torch profiler; the parts add up to it. Counts are of the target's pass.",),
+        text=(
+            "One decode step by the torch profiler; the parts add up to it. Counts are of the target's pass; "
+            "collectives include waiting for the other ranks.",
+        ),
         table=Table(columns, rows, frozenset(range(2, 11))),
+        after=tuple(_slowed(p) for p in report.profiles if p.overhead is not None and abs(p.overhead) > 0.1),
         figures=("step_time",),
     )
+
+
+def _slowed(p: StepProfile) -> str:
+    word = "longer" if (p.overhead or 0) > 0 else "shorter"
+    return f"{p.label} {p.rank}: {abs(p.overhead or 0):.0%} {word} than without the profiler: read its shares."
 
 
 def _profile_row(p: StepProfile) -> tuple[str, ...]:

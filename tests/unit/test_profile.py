@@ -171,8 +171,14 @@ def test_capture_profiles_every_rank(tmp_path: Path) -> None:
 
 
 def test_a_profiler_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
-    with profiling_server(writes=False) as (url, _), pytest.raises(MeasurementError, match="no trace appeared"):
+    with profiling_server(writes=False) as (url, _), pytest.raises(MeasurementError, match="0 of 1 traces"):
         capture(url, tmp_path / "p", busy, settle_s=0.01, timeout_s=1)
+
+
+def test_a_missing_rank_and_stale_traces_are_no_profile(tmp_path: Path) -> None:
+    speculative().write(tmp_path / "old-TP-2.trace.json.gz")
+    with profiling_server() as (url, _), pytest.raises(MeasurementError, match="2 of 3 traces"):
+        capture(url, tmp_path, busy, ranks=3, settle_s=0.01, timeout_s=3)
 
 
 def test_a_server_that_is_gone_is_an_error(tmp_path: Path) -> None:
