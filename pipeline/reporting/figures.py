@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pipeline.reporting.model import Point, Report, Row
@@ -18,7 +18,7 @@ _HUES = {
 _OTHERS = ("#3d8fdb", "#e69f00", "#1aa37a", "#cc79a7", "#d5682c")
 _PARTS = {"collectives": "#d5682c", "compute": "#3d8fdb", "draft": "#e69f00", "other": "#1aa37a", "gaps": "#8a8f98"}
 _PHASES = ("#8a8f98", "#3d8fdb", "#e69f00", "#1aa37a", "#cc79a7", "#d5682c")
-_DASHES = ("solid", "dot", "dash", "longdash")
+_DASHES = ("solid", "dot", "dash", "longdash")  # a workload each
 
 
 def figures(report: Report) -> dict[str, Figure]:
@@ -49,9 +49,10 @@ def _figure(data: list[Figure], x: str, y: str, **layout: Any) -> Figure:
     return {"data": data, "layout": base}
 
 
-def _hue(algorithm: str, others: Iterable[str] = ()) -> str:
-    unknown = [name for name in dict.fromkeys(others) if name not in _HUES]
-    return _HUES.get(algorithm) or _OTHERS[unknown.index(algorithm) % len(_OTHERS) if algorithm in unknown else 0]
+def _hue(algorithm: str, groups: Sequence[str] = ()) -> str:
+    """An algorithm's hue; names that are none take hues by their place among `groups`."""
+    place = groups.index(algorithm) if algorithm in groups else 0
+    return _HUES.get(algorithm) or _OTHERS[place % len(_OTHERS)]
 
 
 def throughput_latency(report: Report) -> Figure | None:
@@ -68,17 +69,18 @@ def throughput_latency(report: Report) -> Figure | None:
     ]
     rest = [p for p in points if p.config_id not in {row.config_id for row in shown}]
     others = _scatter(rest, "other configurations", "#8a8f98", opacity=0.45)
-    return _figure([others, *traces] if rest else traces, "mean TPOT, ms (less is better)", "output tok/s")
+    lines = ", ".join(f"{dash} {workload}" for workload, dash in zip(workloads, _DASHES, strict=False))
+    which = f" ({lines})" if len(workloads) > 1 else ""
+    return _figure([others, *traces] if rest else traces, f"mean TPOT, ms{which}", "output tok/s")
 
 
 def leaders(ranking: Iterable[Row]) -> list[Row]:
     """Winner, baseline and the best of each algorithm, in the ranking's order."""
-    chosen: dict[str, Row] = {}
-    extra: list[Row] = []
+    chosen: list[Row] = []
     for row in ranking:
-        if row.is_winner or row.is_baseline or row.algorithm not in chosen:
-            (extra.append(row) if row.algorithm in chosen else chosen.update({row.algorithm: row}))
-    return [*chosen.values(), *extra]
+        if row.is_winner or row.is_baseline or row.algorithm not in {other.algorithm for other in chosen}:
+            chosen.append(row)
+    return chosen
 
 
 def _label(row: Row) -> str:
