@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
+
+# Read when torch is loaded. Threads that spin while they wait cost five times the CPU, and most of the
+# speed, as soon as anything else wants a core: a load generator, Ray, another engine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import transformers

@@ -17,7 +17,7 @@ def config(**fields: Any) -> EngineConfig:
     return EngineConfig.model_validate({"engine": "embedded", "model": "smollm2-135m"} | fields)
 
 
-COMMON = "-m serve.embedded.server --model-path smollm2-135m --host 127.0.0.1 --port 4000 "
+COMMON = "-m serve.embedded.server --model-path smollm2-135m --served-model-name smollm2-135m --host 127.0.0.1 --port 4000 "
 STANDALONE = {"algorithm": "STANDALONE", "draft_model": "smollm2-student"}
 
 
@@ -60,6 +60,14 @@ def test_the_environment_is_offline_finds_the_project_and_drops_inherited_thread
         "A": "b",
     }
     assert launch.scrubbed == ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
+
+
+def test_models_are_served_under_their_names_from_where_they_lie() -> None:
+    argv = plan(config(speculation=STANDALONE), port=1, inherited={}, folder_of=lambda name: f"/cache/{name}").argv
+    args = parse(argv[3:])
+    assert args.model_path == "/cache/smollm2-135m"
+    assert args.served_model_name == "smollm2-135m"
+    assert args.speculative_draft_model_path == "/cache/smollm2-student"
 
 
 @pytest.mark.parametrize(
