@@ -281,3 +281,12 @@ def test_the_story_prints_its_lines() -> None:
         "25 ms of all-reduces in a verify step", "does not fit a plain step of 12.2 ms with as many of them",
     ):  # fmt: skip
         assert line in said
+
+
+@pytest.mark.parametrize("words", [("nowhere-at-all",), ("story", "--json", "--markdown")])
+def test_a_wrong_question_is_one_line_and_exit_code_2(words: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline.report", *words], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
