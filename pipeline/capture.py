@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from pipeline.cli import run_command
+from pipeline.config import EngineConfig
 from pipeline.errors import FastverifyError, MeasurementError
 from pipeline.profile import StepProfile, load_trace, parse
 from pipeline.records import TrialRecord
@@ -193,7 +194,6 @@ def profile_trial(record: TrialRecord, folder: Path, *, streams: int, steps: int
         EngineError: it did not start.
         MeasurementError: no whole trace came.
     """
-    from pipeline.reporting.facts import named
     from pipeline.spec import Limits
     from serve.engines import plan
     from serve.process import EngineProcess, free_port
@@ -204,16 +204,51 @@ def profile_trial(record: TrialRecord, folder: Path, *, streams: int, steps: int
     )
     with EngineProcess(launch, Limits(), engine=record.config.engine) as engine:
         engine.wait_ready()
-        measured = decode_step_ms(launch.base_url, streams)
-        return profile_engine(
-            launch.base_url,
-            folder,
-            lambda: generate(launch.base_url, _LONG, streams),
-            label=named(record.config.words()),
-            ranks=record.config.tensor_parallel_size,
-            num_steps=steps,
-            measured_step_ms=measured,
-        )
+        return profile_running(launch.base_url, record.config, folder, streams=streams, steps=steps)
+
+
+def profile_running(
+    base_url: str, config: EngineConfig, folder: Path, *, streams: int = 1, steps: int = 30
+) -> list[StepProfile]:
+    """Time the decode step of an engine that runs, then profile it.
+
+    Raises:
+        MeasurementError: no whole trace came.
+    """
+    from pipeline.reporting.facts import named
+
+    return profile_engine(
+        base_url,
+        folder,
+        lambda: generate(base_url, _LONG, streams),
+        label=named(config.words()),
+        ranks=config.tensor_parallel_size,
+        num_steps=steps,
+        measured_step_ms=decode_step_ms(base_url, streams),
+    )
+
+
+def profile_study(study: Study, *, streams: int = 1, steps: int = 30, stop_after_s: float | None = None) -> int:
+    """Profile a study's baseline, winner and best of each algorithm; return how many could not be profiled.
+
+    Raises:
+        TimeoutError: `stop_after_s` is over; the same call goes on where this one stopped.
+    """
+    began, failed = time.monotonic(), 0
+    for record in targets(study):
+        folder = study.folder / "profiles" / record.config_id
+        if (folder / "profile.json").exists():
+            continue
+        if stop_after_s is not None and time.monotonic() - began > stop_after_s:
+            raise TimeoutError("time is up; the same command goes on")
+        try:
+            found = profile_trial(record, folder, streams=streams, steps=steps)
+        except FastverifyError as error:
+            failed += 1
+            typer.echo(f"{record.config.words()}: {error}", err=True)
+        else:
+            typer.echo("\n".join(_line(profile) for profile in found))
+    return failed
 
 
 @app.command()
@@ -225,22 +260,11 @@ def main(
     stop_after: Annotated[float | None, typer.Option(help="Start no further launch after this many seconds.")] = None,
 ) -> None:
     """Profile the decode steps of a study's baseline, winner and best of each algorithm."""
-    began, opened = time.monotonic(), Study.open(study, runs)
-    failed = 0
-    for record in targets(opened):
-        folder = opened.folder / "profiles" / record.config_id
-        if (folder / "profile.json").exists():
-            continue
-        if stop_after is not None and time.monotonic() - began > stop_after:
-            typer.echo("time is up; the same command goes on")
-            raise typer.Exit(3)
-        try:
-            found = profile_trial(record, folder, streams=streams, steps=steps)
-        except FastverifyError as error:
-            failed += 1
-            typer.echo(f"{record.config.words()}: {error}", err=True)
-        else:
-            typer.echo("\n".join(_line(profile) for profile in found))
+    try:
+        failed = profile_study(Study.open(study, runs), streams=streams, steps=steps, stop_after_s=stop_after)
+    except TimeoutError as error:
+        typer.echo(str(error))
+        raise typer.Exit(3) from None
     if failed:
         raise typer.Exit(1)
 

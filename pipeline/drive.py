@@ -43,6 +43,7 @@ class Job:
     tracking_uri: str | None = None
     address: str | None = None
     stop_after_s: float | None = None
+    profile: bool = False
     as_json: bool = False
 
     @property
@@ -68,8 +69,18 @@ def drive(job: Job) -> Study:
         fetch_models(job.space)
         tracker = _tracker(job, study)
         adapter = _run(job, study, board, tracker)
+        if job.profile and adapter.done is not None and job.space.engine == "sglang":
+            _profile(study, board)
         _close(study, adapter, tracker, board)
     return study
+
+
+def _profile(study: Study, board: Board) -> None:
+    """Profile baseline, winner and best of each algorithm; the cluster is gone, so the GPUs are free."""
+    from pipeline.capture import profile_study
+
+    board.say("profiling the baseline, the winner and the best of each algorithm")
+    profile_study(study)
 
 
 def fetch_models(space: Space) -> None:
@@ -170,6 +181,7 @@ def _bench(job: Job, study: Study) -> Bench:
         limits=job.space.limits,
         topology=job.topology,
         facts={"versions": facts["versions"], "git_commit": facts["git_commit"]},
+        profile=job.space.search.profile and job.space.engine == "sglang",
     )
 
 

@@ -19,6 +19,8 @@ from ray import tune
 from ray.tune.search import Searcher as TuneSearcher
 
 from pipeline.cluster import SLOT
+from pipeline.config import EngineConfig
+from pipeline.errors import MeasurementError
 from pipeline.lossless import GreedyOutput, Reference
 from pipeline.proposer import Done, Proposal, Proposer, Wait
 from pipeline.readback import read_back
@@ -48,6 +50,7 @@ class Bench:
     limits: Limits
     topology: Topology
     facts: dict[str, Any] = field(default_factory=dict)
+    profile: bool = False  # each algorithm's first trial, after its measurement
 
     def trial_dir(self, number: int) -> Path:
         """The trial's folder on the node where it runs."""
@@ -95,9 +98,26 @@ def _attempt(proposal: Proposal, bench: Bench, on_phase: Callable[[str], None], 
     def measure(base_url: str, **hooks: Any) -> Any:
         measured = ruler.measure(base_url, baseline=proposal.role == "baseline", **hooks)
         _write_traces(folder, measured.windows)
+        if bench.profile and (note := _profile(base_url, proposal.config, Path(bench.folder))):
+            return replace(measured, notes=(*measured.notes, note))
         return measured
 
     return run_trial(request, engine, measure, read_back, on_phase)
+
+
+def _profile(base_url: str, config: EngineConfig, study: Path) -> str | None:
+    """Profile the engine unless its algorithm has a profile; a note when that fails, since figures stand without."""
+    mark = study / "profiles" / f"{config.speculation.algorithm}.profiled"
+    if mark.exists():
+        return None
+    from pipeline.capture import profile_running
+
+    try:
+        profile_running(base_url, config, study / "profiles" / config.config_id)
+    except MeasurementError as error:
+        return f"no profile: {error}"
+    mark.touch()
+    return None
 
 
 def _write_traces(folder: Path, windows: dict[str, Any]) -> None:

@@ -131,3 +131,4 @@ class SearchSpec(Frozen):
     ablate: bool = True  # undo the winner's settings one at a time
     confirm_rounds: int = Field(default=2, ge=0)  # relaunches in turns of winner, runner-up and baseline
     screen_collectives: bool = False
+    profile: bool = False  # profile each algorithm's first trial in its own launch, after its measurement

@@ -39,6 +39,9 @@ def tune(
     runs: Annotated[Path, typer.Option(help="Where studies are kept.")] = Path("runs"),
     tracking_uri: Annotated[str | None, typer.Option(help="MLflow server; `none` tracks nothing.")] = None,
     address: Annotated[str | None, typer.Option(help="A running Ray cluster; otherwise one is made here.")] = None,
+    profile: Annotated[
+        bool, typer.Option(help="Afterwards, profile decode steps of baseline, winner and best of each algorithm.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option(help="Check the file, count, estimate; start nothing.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
 ) -> None:
@@ -77,6 +80,7 @@ def tune(
             tracking_uri=tracking_uri,
             address=address,
             stop_after_s=stop_after,
+            profile=profile,
             as_json=json_,
         )
     )
@@ -104,7 +108,8 @@ def _resolve(spec: SpaceSpec, *, dry_run: bool) -> tuple[Topology, str | None, E
     else:
         choice = choose_engine(spec.engine, topology, release, spec.need_gpus)
     part = spec.for_engine(choice.engine)
-    part.check_paths()
+    if not dry_run:
+        part.check_paths()
     if choice.engine == "embedded" and not known(part.model):
         from pipeline.errors import InputError, nearest
         from pipeline.models import MODELS
