@@ -2,7 +2,7 @@
 
 Started by `load_generator.py` with the foreign environment's Python: no import of this project here.
 
-    python bench_serving_client.py URL PROMPTS.json OUTPUT_TOKENS
+    python bench_serving_client.py URL PROMPTS.json OUTPUT_TOKENS STREAMS
 """
 
 import argparse
@@ -15,8 +15,14 @@ from pathlib import Path
 from sglang import bench_serving
 
 
-async def main(url: str, prompts: list[str], output_tokens: int) -> dict[str, float]:
-    """Send all prompts at once and count."""
+async def main(url: str, prompts: list[str], output_tokens: int, streams: int) -> dict[str, float]:
+    """Send the prompts over so many streams, behind a semaphore as the tool itself does, and count."""
+    gate = asyncio.Semaphore(streams)
+
+    async def send(request: bench_serving.RequestFuncInput) -> bench_serving.RequestFuncOutput:
+        async with gate:
+            return await bench_serving.async_request_openai_chat_completions(request)
+
     bench_serving.set_global_args(
         argparse.Namespace(disable_stream=False, disable_ignore_eos=False, print_requests=False, header=None)
     )
@@ -34,9 +40,7 @@ async def main(url: str, prompts: list[str], output_tokens: int) -> dict[str, fl
         for prompt in prompts
     ]
     cpu, wall = time.process_time(), time.perf_counter()
-    outputs = await asyncio.gather(
-        *(bench_serving.async_request_openai_chat_completions(request) for request in requests)
-    )
+    outputs = await asyncio.gather(*map(send, requests))
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     failed = [output.error for output in outputs if not output.success]
     if failed:
@@ -45,5 +49,6 @@ async def main(url: str, prompts: list[str], output_tokens: int) -> dict[str, fl
 
 
 if __name__ == "__main__":
-    url, prompts, output_tokens = sys.argv[1:]
-    print(json.dumps(asyncio.run(main(url, json.loads(Path(prompts).read_text()), int(output_tokens)))))
+    url, prompts, output_tokens, streams = sys.argv[1:]
+    texts = json.loads(Path(prompts).read_text())
+    print(json.dumps(asyncio.run(main(url, texts, int(output_tokens), int(streams)))))
