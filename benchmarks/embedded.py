@@ -10,7 +10,8 @@ Two parts, both on SmolLM2-135M in float32, greedy, with a fixed output length:
   the extractive ones, and below 1 on the open ones.
 
 Runs of a pair follow each other and change places every time, since the machine's speed drifts. A ratio
-is the median over pairs; its interval is a 95 % bootstrap of that median. Outputs must be equal.
+is the median over pairs; its interval is a 95 % bootstrap of that median. CPU seconds are
+compared as well, since other work on the machine disturbs them less. Outputs must be equal.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ SPECULATIONS = {
 }
 REQUEST_S = 300.0
 
-Timed = tuple[float, list[int]]  # seconds and output tokens
+Timed = tuple[float, float, list[int]]  # seconds, CPU seconds of this process, output tokens
 
 
 def load(flags: Sequence[str] = ()) -> Engine:
@@ -79,35 +80,35 @@ def ask(prompt: tuple[int, ...], tokens: int) -> Ask:
 def run_engine(engine: Engine, prompt: tuple[int, ...], tokens: int) -> tuple[Timed, Tally]:
     """One request straight to the engine."""
     steps: list[Any] = []
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     outcome = engine.generate(ask(prompt, tokens), steps.append, lambda: False)
-    seconds = time.perf_counter() - began
-    return (seconds, [token.id for step in steps for token in step.tokens]), outcome.tally
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    return (seconds, cpu, [token.id for step in steps for token in step.tokens]), outcome.tally
 
 
 def run_plain(engine: Engine, prompt: tuple[int, ...], tokens: int) -> Timed:
     """`generate()` itself, with nothing around it."""
     ids = torch.tensor([prompt])
     config = engine._generation_config(ask(prompt, tokens))
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     with torch.inference_mode():
         output = engine._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    seconds = time.perf_counter() - began
-    return seconds, output[0, len(prompt) :].tolist()
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    return seconds, cpu, output[0, len(prompt) :].tolist()
 
 
 async def run_served(session: aiohttp.ClientSession, prompt: tuple[int, ...], tokens: int) -> Timed:
     """One streamed request over HTTP, until the last byte."""
     sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     last = b""
     async with session.post(
         "/generate", json={"input_ids": prompt, "sampling_params": sampling, "stream": True}
     ) as got:
         async for line in got.content:
             last = line if line.startswith(b"data: {") else last
-    seconds = time.perf_counter() - began
-    return seconds, json.loads(last.removeprefix(b"data: "))["output_ids"]
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    return seconds, cpu, json.loads(last.removeprefix(b"data: "))["output_ids"]
 
 
 async def overhead(engine: Engine, asked: Sequence[tuple[int, ...]], tokens: int) -> dict[str, Any]:
@@ -117,24 +118,25 @@ async def overhead(engine: Engine, asked: Sequence[tuple[int, ...]], tokens: int
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     timeout = aiohttp.ClientTimeout(total=REQUEST_S)
-    ratios = []
+    pairs: list[tuple[Timed, Timed]] = []
     async with aiohttp.ClientSession("http://{}:{}".format(*runner.addresses[0][:2]), timeout=timeout) as session:
         for index, prompt in enumerate(asked):
             plain_first = index % 2 == 0
             plain = await asyncio.to_thread(run_plain, engine, prompt, tokens) if plain_first else None
             served = await run_served(session, prompt, tokens)
             plain = plain or await asyncio.to_thread(run_plain, engine, prompt, tokens)
-            if plain[1] != served[1]:
+            if plain[2] != served[2]:
                 raise SystemExit(f"prompt {index}: the server's output differs from generate()'s")
-            ratios.append(plain[0] / served[0])
+            pairs.append((plain, served))
     await server.drain()
     await runner.cleanup()
-    return spread(ratios)
+    return spread(pairs)
 
 
 def gain(plain: Engine, other: Engine, asked: Sequence[tuple[int, ...]], tokens: int) -> dict[str, Any]:
     """One speculation against none, prompt by prompt."""
-    ratios, tallies, equal = [], [], 0
+    pairs: list[tuple[Timed, Timed]] = []
+    tallies: list[Tally] = []
     for index, prompt in enumerate(asked):
         runs: list[Callable[[], tuple[Timed, Tally]]] = [
             lambda prompt=prompt: run_engine(plain, prompt, tokens),
@@ -142,23 +144,27 @@ def gain(plain: Engine, other: Engine, asked: Sequence[tuple[int, ...]], tokens:
         ]
         order = (0, 1) if index % 2 == 0 else (1, 0)
         done = {which: runs[which]() for which in order}
-        ((base_s, base), _), ((spec_s, spec), tally) = done[0], done[1]
-        ratios.append(base_s / spec_s)
-        tallies.append(tally)
-        equal += base == spec
+        pairs.append((done[0][0], done[1][0]))
+        tallies.append(done[1][1])
     steps = sum(tally.verify_steps or 0 for tally in tallies)
     length = sum(tally.completion_tokens for tally in tallies) / steps
-    return spread(ratios) | {"accept_length": round(length, 3), "equal_outputs": equal}
+    equal = sum(base[2] == other[2] for base, other in pairs)
+    return spread(pairs) | {"accept_length": round(length, 3), "equal_outputs": equal}
 
 
-def spread(ratios: Sequence[float]) -> dict[str, Any]:
-    """The median of paired ratios, its bootstrap interval, and the ratios themselves."""
+def spread(pairs: Sequence[tuple[Timed, Timed]]) -> dict[str, Any]:
+    """How much faster the second of each pair is: the median ratio, its bootstrap interval, the ratios.
+
+    `cpu_ratio` is the same in CPU seconds, which other work on the machine disturbs less.
+    """
+    ratios = [base[0] / other[0] for base, other in pairs]
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
     return {
         "ratio": round(statistics.median(ratios), 3),
         "low": round(medians[50], 3),
         "high": round(medians[-51], 3),
+        "cpu_ratio": round(statistics.median(base[1] / other[1] for base, other in pairs), 3),
         "pairs": len(ratios),
         "ratios": [round(ratio, 3) for ratio in ratios],
     }
@@ -173,7 +179,8 @@ def speculation(plain: Engine, count: int, tokens: int) -> dict[str, dict[str, A
         run_engine(other, asked["open"][0], 4)
         for kind, row in table.items():
             row[name] = gain(plain, other, asked[kind], tokens)
-            print(f"{kind:8}{name:20}{row[name]['ratio']:6.2f}  accept length {row[name]['accept_length']}", flush=True)
+            said = "ratio {ratio:.2f}, CPU {cpu_ratio:.2f}, accept length {accept_length}".format(**row[name])
+            print(f"{kind:8}{name:20}{said}", flush=True)
     return table
 
 
@@ -188,7 +195,7 @@ def main() -> None:
     both = [prompt for kind in ("extract", "open") for prompt in prompts(kind, args.prompts, plain)]
     run_plain(plain, both[0], 4)
     served = asyncio.run(overhead(plain, both, args.tokens))
-    print(f"server / generate(): {served['ratio']} ({served['low']} to {served['high']})", flush=True)
+    print(f"server / generate(): {served['ratio']} ({served['low']} to {served['high']}), CPU {served['cpu_ratio']}")
     table = speculation(plain, args.prompts, args.tokens)
     best = max(table["extract"], key=lambda name: table["extract"][name]["ratio"])
     result = {
