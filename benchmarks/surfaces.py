@@ -38,14 +38,14 @@ from pipeline.records import (
     TrialRecord,
 )
 from pipeline.space import load_space
-from pipeline.spec import Goal
+from pipeline.spec import Goal, ObjectiveSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 SPACES = ROOT / "benchmarks" / "spaces"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-class LaunchFails(Exception):
+class LaunchFailsError(Exception):
     """The surface has no figure here: the launch fails with this class."""
 
     def __init__(self, failure_class: FailureClass, cause: str) -> None:
@@ -105,7 +105,8 @@ NVLINK = Machine(
 PCIE = Machine(topology=L40S, layers=64, hidden=5120, pass_ms=11, token_us=32, nccl=Link(75, 9), **_DRAFTS)
 SM120 = Machine(
     topology=RTX6000, layers=61, hidden=7168, pass_ms=6.2, token_us=40, nccl=Link(62, 14), ipc=Link(38, 16),
-    launch_s=420.0, **{**_DRAFTS, "accept": {"EAGLE3": {"extract": 0.6, "open": 0.5}, "NGRAM": _DRAFTS["accept"]["NGRAM"]}},
+    launch_s=420.0,
+    **{**_DRAFTS, "accept": {"EAGLE3": {"extract": 0.6, "open": 0.5}, "NGRAM": _DRAFTS["accept"]["NGRAM"]}},
 )  # fmt: skip
 
 _PROTO = {None: (1.04, 0.95), "LL": (0.72, 0.35), "LL128": (0.84, 0.9), "Simple": (1.3, 1.05)}
@@ -196,12 +197,12 @@ def modelled(machine: Machine) -> Callable[[EngineConfig, LoadLevel], float]:
 
 def _fail(config: EngineConfig) -> None:
     if config.collectives.nccl_algo == "Tree":
-        raise LaunchFails(FailureClass.COLLECTIVE, "Capture cuda graph failed: NCCL error: invalid usage")
+        raise LaunchFailsError(FailureClass.COLLECTIVE, "Capture cuda graph failed: NCCL error: invalid usage")
     if config.collectives.symm_mem and config.collectives.custom_all_reduce is False:
-        raise LaunchFails(FailureClass.HANG, "no progress in the log for 180 s")
+        raise LaunchFailsError(FailureClass.HANG, "no progress in the log for 180 s")
     _, width, tokens = shape_of(config)
     if config.speculation.algorithm == "EAGLE3" and width > 1 and tokens > 8:
-        raise LaunchFails(FailureClass.OOM_LOWER, "Capture cuda graph failed: CUDA out of memory")
+        raise LaunchFailsError(FailureClass.OOM_LOWER, "Capture cuda graph failed: CUDA out of memory")
 
 
 def corrupts(config: EngineConfig) -> bool:
@@ -217,7 +218,7 @@ class Surface:
         name: for the tables.
         space: the real space, with the machine's rules.
         topology: the machine.
-        speed: tok/s of a configuration at a level; raises `LaunchFails`.
+        speed: tok/s of a configuration at a level; raises `LaunchFailsError`.
         launch_sd, level_sd: noise, as shares: per launch (common to its levels) and per level.
         launch_s, level_s, failed_s: what a launch, a level and a failed launch cost.
     """
@@ -233,10 +234,12 @@ class Surface:
     failed_s: float = 150.0
     levels: tuple[LoadLevel, ...] = field(init=False)
     goal: Goal = field(init=False)
+    objective: ObjectiveSpec = field(init=False)
 
     def __post_init__(self) -> None:
         self.levels = self.space.load.levels(tuple(self.space.workload.prompts))
         self.goal = self.space.objective.goals[0]
+        self.objective = ObjectiveSpec(goals=(self.goal,))
         self._checked: dict[str, tuple[Any, ...]] = {}
         self._truth: dict[str, float | None] = {}
 
@@ -261,7 +264,7 @@ class Surface:
             return None
         try:
             found = objective([_result(level, self.speed(config, level)) for level in self.levels], self.goal)
-        except LaunchFails:
+        except LaunchFailsError:
             return None
         return found.value if found else None
 
@@ -298,7 +301,7 @@ class Surface:
                     facts["phases_s"]["measure"] = self.level_s * len(results)
                     break
             facts = {"status": "ok", "measurement": Measurement(levels=tuple(results))} | facts
-        except LaunchFails as error:
+        except LaunchFailsError as error:
             facts |= {"status": "failed", "failure": error.failure, "phases_s": {"launch": self.failed_s}}
         return TrialRecord(
             study=self.name, number=proposal.number, role=proposal.role, config=proposal.config,
@@ -318,7 +321,11 @@ def _lossless(config: EngineConfig) -> LosslessResult:
 
 def _result(level: LoadLevel, value: float) -> LevelResult:
     return LevelResult(
-        level=level, window_s=30.0, requests_ok=32, output_tokens=int(30 * value), output_tok_per_s=Estimate(value=value)
+        level=level,
+        window_s=30.0,
+        requests_ok=32,
+        output_tokens=int(30 * value),
+        output_tok_per_s=Estimate(value=value),
     )
 
 
@@ -347,11 +354,15 @@ class LogLinear:
     def __call__(self, config: EngineConfig) -> float:
         settings = settings_of(config)
         if self._bad & settings.items():
-            raise LaunchFails(FailureClass.COLLECTIVE, "a setting that failed when it was measured")
+            raise LaunchFailsError(FailureClass.COLLECTIVE, "a setting that failed when it was measured")
         exact = self._exact.get(_frozen(settings))
         if exact is not None:
             return exact
-        return float(np.exp(self._middle + sum(e for e, p in zip(self._effects, self._names, strict=True) if p in settings.items())))
+        return float(
+            np.exp(
+                self._middle + sum(e for e, p in zip(self._effects, self._names, strict=True) if p in settings.items())
+            )
+        )
 
 
 def _frozen(settings: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
@@ -387,7 +398,8 @@ def first_figures() -> Surface:
     points = [(space.canonical(space.config(row["params"]), topology=topology).config, row) for row in table["rows"]]
     models = {key: LogLinear((config, row.get(key)) for config, row in points) for key in ("c8", "c1")}
     return Surface(
-        "first-figures", space, topology, lambda config, level: models[f"c{level.concurrency}"](config), launch_s=60, level_s=20
+        "first-figures", space, topology, lambda config, level: models[f"c{level.concurrency}"](config),
+        launch_s=60, level_s=20,
     )  # fmt: skip
 
 

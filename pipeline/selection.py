@@ -54,6 +54,10 @@ class Noise(Frozen):
         return max((v for v in (self.drift, self.repeats, self.relaunches) if v is not None), default=None)
 
 
+# `not judged`: the finalist placed before it was not better, and testing on would raise the error rate.
+Verdict = Literal["better", "worse", "no difference", "not judged"]
+
+
 class Claim(Frozen):
     """One finalist against the baseline, from confirmation launches alone, paired by round."""
 
@@ -62,7 +66,7 @@ class Claim(Frozen):
     rounds: int
     gain: Estimate  # share; the interval holds for all claims of the study together
     error_rate: float = ERROR_RATE
-    verdict: Literal["better", "worse", "no difference"]
+    verdict: Verdict
     text: str
 
 
@@ -91,7 +95,7 @@ def select(records: Iterable[TrialRecord], spec: ObjectiveSpec) -> Selection:
     """
     ledger = list(records)
     ranking, noise = rank(ledger, spec), measure_noise(ledger, spec.goals[0])
-    claims = make_claims(ledger, spec.goals[0], noise.floor)
+    claims = make_claims(ledger, spec, noise.floor)
     winner, confirmed, reason = _choose(ranking, claims, noise)
     others = [row for row in ranking if row.reason is None and row != winner]
     return Selection(
@@ -183,17 +187,20 @@ def _relaunch_noise(groups: list[list[float]]) -> float | None:
     return math.sqrt(2 * squares / degrees)
 
 
-def make_claims(records: Sequence[TrialRecord], goal: Goal, floor: float | None) -> tuple[Claim, ...]:
+def make_claims(records: Sequence[TrialRecord], spec: ObjectiveSpec, floor: float | None) -> tuple[Claim, ...]:
     """Each finalist against the baseline, from confirmation launches.
 
     The model is log value = configuration + round + noise, fitted by least squares, so that launches of one
     round are compared with each other and a lost launch costs only itself. The interval is Student's t with
-    the pooled residual, at `ERROR_RATE` over all claims (Bonferroni).
+    the pooled residual, at `ERROR_RATE`. The finalists are judged in the order in which the search placed them,
+    and the second one only when the first is better: so the error rate holds for both together.
     """
-    home, values = baseline_id(records), worth(records, goal)
+    goal, home = spec.goals[0], baseline_id(records)
+    values = worth(records, goal)
+    lost = {r.config_id for r in records if r.role == "confirm" and r.config_id != home and why_not(r, spec)}
     used = [r for r in records if r.role == "confirm" and r.number in values]
     configs, rounds = sorted({r.config_id for r in used}), sorted({r.round or 0 for r in used})
-    finalists = [config for config in configs if config != home]
+    finalists = [config for config in _placed(used) if config != home and config not in lost]
     degrees = len(used) - len(configs) - len(rounds) + 1
     if home not in configs or not finalists or degrees < 1:
         return ()
@@ -205,18 +212,27 @@ def make_claims(records: Sequence[TrialRecord], goal: Goal, floor: float | None)
     inverse = np.linalg.pinv(design.T @ design)
     fitted = inverse @ design.T @ logs
     variance = float(np.sum((logs - design @ fitted) ** 2)) / degrees
-    quantile = _t_quantile(1 - ERROR_RATE / len(finalists) / 2, degrees)
-    claims = []
+    quantile = _t_quantile(1 - ERROR_RATE / 2, degrees)
+    claims: list[Claim] = []
     for config in finalists:
         contrast = np.zeros(design.shape[1])
         contrast[configs.index(config)], contrast[configs.index(home)] = 1, -1
         middle, error = float(contrast @ fitted), math.sqrt(variance * float(contrast @ inverse @ contrast))
         shared = sum(r.config_id == config for r in used)
-        claims.append(_claim(config, home, shared, (middle, error * quantile, error), floor))
+        judged = not claims or claims[-1].verdict == "better"
+        claims.append(_claim(config, home, shared, (middle, error * quantile, error), floor, judged))
     return tuple(claims)
 
 
-def _claim(config: str, home: str, rounds: int, logs: tuple[float, float, float], floor: float | None) -> Claim:
+def _placed(confirmations: Sequence[TrialRecord]) -> list[str]:
+    """The configurations in the order of the search: that of the last round, which is never turned round."""
+    latest = sorted(confirmations, key=lambda record: (-(record.round or 0), record.number))
+    return list(dict.fromkeys(record.config_id for record in latest))
+
+
+def _claim(
+    config: str, home: str, rounds: int, logs: tuple[float, float, float], floor: float | None, judged: bool
+) -> Claim:
     middle, half, error = logs
     found = Estimate(
         value=math.expm1(middle),
@@ -226,8 +242,10 @@ def _claim(config: str, home: str, rounds: int, logs: tuple[float, float, float]
         high=math.expm1(middle + half),
     )
     assert found.low is not None and found.high is not None
-    verdict: Literal["better", "worse", "no difference"] = "no difference"
-    if found.low > 0 and found.value > (floor or 0.0):
+    verdict: Verdict = "no difference"
+    if not judged:
+        verdict = "not judged"
+    elif found.low > 0 and found.value > (floor or 0.0):
         verdict = "better"
     elif found.high < 0:
         verdict = "worse"

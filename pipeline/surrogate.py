@@ -30,8 +30,13 @@ class Encoder:
     """Settings as rows of numbers: the rank of a number among those seen, the index of a word, -1 for absent."""
 
     def __init__(self, known: Sequence[Settings]) -> None:
-        self.names = sorted({name for settings in known for name in settings if _varies(name, known)})
-        self._values = [_ordered({s[name] for s in known if name in s}) for name in self.names]
+        seen: dict[str, list[Any]] = {}
+        for settings in known:
+            for name, value in settings.items():
+                seen.setdefault(name, []).append(value)
+        varying = (name for name, values in seen.items() if len(values) < len(known) or len(set(values)) > 1)
+        self.names = sorted(varying)
+        self._values = [_ordered(set(seen[name])) for name in self.names]
         self._numeric = [all(_is_number(v) for v in values) for values in self._values]
 
     def rows(self, settings: Sequence[Settings]) -> Array:
@@ -46,10 +51,6 @@ class Encoder:
         both = (a.T[:, :, None] >= 0) & (b.T[:, None, :] >= 0)
         numeric = np.array(self._numeric, dtype=bool)[:, None, None]
         return np.where(numeric & both, 1 - 0.5**apart, (apart > 0).astype(float))
-
-
-def _varies(name: str, known: Sequence[Settings]) -> bool:
-    return len({repr(settings.get(name)) for settings in known}) > 1
 
 
 def _is_number(value: Any) -> bool:

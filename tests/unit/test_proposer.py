@@ -19,7 +19,7 @@ TREE = {"speculation.algorithm": "none", "collectives.nccl_algo": "Tree", "atten
 
 
 def search(trials: int = 8, **more: Any) -> SearchSpec:
-    return SearchSpec(**{"sampler": "random", "budget": Budget(trials=trials), **more})
+    return SearchSpec(**{"sampler": "random", "confirm_rounds": 2, "budget": Budget(trials=trials), **more})
 
 
 def test_order_is_baseline_seeds_search_ablation_confirmation_baseline() -> None:

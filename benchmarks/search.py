@@ -1,0 +1,154 @@
+"""Does clever search buy anything? Trials until within 2 % of the known best, each sampler ÷ random.
+
+    python -m benchmarks.search [--seeds 50] [--cap 60] [--out benchmarks/results/search.json]
+
+Every sampler goes through the real proposer with its rules, memo, seeds and early stop; random gets the same.
+`unaided` is random without them: every draw is a launch. A study that does not get there within the cap counts as
+the cap, so a ratio near 1 may hide that both hit it: `reached` says how many got there.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from benchmarks.surfaces import RESULTS, Surface, all_surfaces
+from pipeline.proposer import Proposal, Proposer
+from pipeline.sampling import Sampler
+from pipeline.spec import Budget, SamplerName, SearchSpec
+
+NEAR = 0.98
+AIM = 0.5
+SAMPLERS: tuple[SamplerName, ...] = ("random", "surrogate", "tpe", "quasi-random", "gp")
+app = typer.Typer(add_completion=False)
+
+
+@cache
+def surfaces() -> dict[str, Surface]:
+    """By name; made once in each process."""
+    return {surface.name: surface for surface in all_surfaces()}
+
+
+def aided(surface: Surface, sampler: SamplerName, seed: int, cap: int) -> int | None:
+    """Launches of seeds and search until one is within reach of the best; None if none is."""
+    search = SearchSpec(sampler=sampler, seed=seed, budget=Budget(trials=cap), ablate=False, confirm_rounds=0)
+    proposer = Proposer(
+        surface.space, search, surface.objective, check=surface.check, canonical=surface.canonical, study=surface.name
+    )
+    launches = -1  # the baseline is not a trial of the search
+    while isinstance(proposal := proposer.propose(), Proposal):
+        proposer.drain()
+        launches += 1
+        if near(surface, proposal):
+            return launches
+        proposer.observe(surface.measure(proposal, seed))
+    return None
+
+
+def near(surface: Surface, proposal: Proposal) -> bool:
+    """Judged by the truth, not by the noisy figure."""
+    value = surface.truth(proposal.config)
+    return value is not None and value >= NEAR * surface.best
+
+
+def unaided(surface: Surface, seed: int, cap: int) -> int | None:
+    """Random draws, each a launch: no rules, no memo, no seeds."""
+    if (surface.truth(surface.canonical(surface.space.baseline())) or 0) >= NEAR * surface.best:
+        return 0
+    for launches, point in enumerate(Sampler(surface.space, "random", seed).sequence(), start=1):
+        config = surface.space.config(point)
+        value = None if surface.check(config) else surface.truth(surface.canonical(config))
+        if value is not None and value >= NEAR * surface.best:
+            return launches
+        if launches >= cap:
+            return None
+    raise AssertionError("random draws do not end")
+
+
+def one(name: str, sampler: str, seed: int, cap: int) -> int | None:
+    """One study."""
+    surface = surfaces()[name]
+    return unaided(surface, seed, cap) if sampler == "unaided" else aided(surface, sampler, seed, cap)  # type: ignore[arg-type]
+
+
+def summary(found: list[int | None], cap: int) -> dict[str, Any]:
+    """Median and quartiles, a study that did not get there counted as the cap."""
+    counts = [cap if value is None else value for value in found]
+    low, middle, high = statistics.quantiles(counts, n=4, method="inclusive")
+    reached = sum(value is not None for value in found)
+    return {"median": middle, "quartiles": [low, high], "reached": reached, "of": len(found)}
+
+
+def table(results: dict[str, dict[str, list[int | None]]], cap: int) -> dict[str, Any]:
+    """Per surface and sampler the summary, and the median's ratio to random's."""
+    rows: dict[str, Any] = {}
+    for name, by_sampler in results.items():
+        rows[name] = {sampler: summary(found, cap) for sampler, found in by_sampler.items()}
+        random = max(rows[name]["random"]["median"], 1)
+        for row in rows[name].values():
+            row["ratio_to_random"] = round(row["median"] / random, 3)
+    return rows
+
+
+def verdict(rows: dict[str, Any]) -> dict[str, Any]:
+    """Which sampler the table supports, and where it misses the aim."""
+    mean = {s: statistics.geometric_mean([max(r[s]["ratio_to_random"], 0.01) for r in rows.values()]) for s in SAMPLERS}
+    best = min(mean, key=lambda sampler: mean[sampler])
+    missed = {name: row[best]["ratio_to_random"] for name, row in rows.items() if row[best]["ratio_to_random"] > AIM}
+    return {
+        "geometric_mean_ratio": {sampler: round(value, 3) for sampler, value in mean.items()},
+        "supported_default": best,
+        "default": SearchSpec().sampler,
+        "aim": AIM,
+        "aim_missed_on": missed,
+    }
+
+
+@app.command()
+def main(
+    seeds: int = 50, gp_seeds: int = 10, cap: int = 60, workers: int = 2, out: Path = RESULTS / "search.json"
+) -> None:
+    """Run every sampler on every surface and write the table."""
+    began = time.monotonic()
+    results: dict[str, dict[str, list[int | None]]] = {name: {} for name in surfaces()}
+    with ProcessPoolExecutor(workers) as pool:
+        for sampler in ("unaided", *SAMPLERS):
+            for name in results:
+                jobs = [
+                    pool.submit(one, name, sampler, seed, cap) for seed in range(gp_seeds if sampler == "gp" else seeds)
+                ]
+                results[name][sampler] = [job.result() for job in jobs]
+                print(f"{name} {sampler}: {summary(results[name][sampler], cap)}", flush=True)
+    rows = table(results, cap)
+    report = {
+        "what": f"launches of seeds and search until within {1 - NEAR:.0%} of the best by its true value",
+        "seeds": seeds, "gp_seeds": gp_seeds, "cap": cap, "seconds": round(time.monotonic() - began),
+        "surfaces": {name: facts(surface) for name, surface in surfaces().items()}, "table": rows, **verdict(rows),
+    }  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(verdict(rows), indent=1))
+
+
+def facts(surface: Surface) -> dict[str, Any]:
+    """How large and how noisy a surface is."""
+    truths = [surface.truth(config) for config in surface.configurations.values()]
+    return {
+        "configurations": len(truths),
+        "failing_or_lossy": sum(value is None for value in truths),
+        "within_reach": sum(value is not None and value >= NEAR * surface.best for value in truths),
+        "launch_sd": surface.launch_sd,
+        "level_sd": surface.level_sd,
+        "levels": len(surface.levels),
+    }
+
+
+if __name__ == "__main__":
+    app()
