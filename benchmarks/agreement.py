@@ -204,7 +204,7 @@ def _cases(names: Sequence[str], url: str | None, tokenizer: str | None) -> Iter
             yield Case("fake", fake, "fake-model", folder, concurrency=8, requests=48, output_tokens=64)
     if "embedded" in names:
         with _embedded(folder) as embedded:
-            yield Case("embedded", embedded, "smollm2-135m", folder, concurrency=1, requests=6, output_tokens=48)
+            yield Case("embedded", embedded, "smollm2-135m", folder, concurrency=1, requests=6, output_tokens=32)
 
 
 @contextmanager
@@ -232,6 +232,14 @@ def _healthy(url: str) -> bool:
         return False
 
 
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the rows; those of servers and tools that were not looked at this time stay."""
+    seen = {(row["server"], row["tool"]) for row in rows}
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    every = [row for row in before if (row["server"], row["tool"]) not in seen] + list(rows)
+    path.write_text(json.dumps({"rows": every, "held": all(row["held"] for row in every)}, indent=2) + "\n")
+
+
 def main() -> None:
     """Compare, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -247,7 +255,7 @@ def main() -> None:
         for case in _cases(options.servers, options.url, options.tokenizer)
         for row in compare(case, options.tools, options.rounds)
     ]
-    options.out.write_text(json.dumps({"rows": rows, "held": all(row["held"] for row in rows)}, indent=2) + "\n")
+    _write(options.out, rows)
     for row in rows:
         figures = f"ours {row['ours']:9.3f}  theirs {row['theirs']:9.3f}  {row['difference']:+.2%}"
         verdict = f"(limit {row['limit']:.2%}) {'held' if row['held'] else 'NOT HELD'}"
