@@ -11,9 +11,14 @@ def serve_environment(port: int, *, haproxy: bool = True) -> dict[str, str]:
     """Variables that Ray must see before it starts.
 
     HAProxy in front of the replicas costs a third of the latency of Serve's own proxy. Its files go
-    to a folder of this user and port, since the default is shared by everybody on the machine.
+    to a folder of this user and port, since the default is shared by everybody on the machine. The
+    pass-through never blocks, so it shares the replica's event loop: a thread of its own would cost
+    every chunk a hop, and two thirds of the throughput flat out on two cores.
     """
-    shape = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve.middleware.middlewares"}
+    shape = {
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve.middleware.middlewares",
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    }
     if not haproxy:
         return {**shape, "RAY_SERVE_ENABLE_HA_PROXY": "0"}
     folder = Path(tempfile.gettempdir()) / f"fv-{os.getuid()}-{port}"  # Ray adds 57 letters; sockets take 97

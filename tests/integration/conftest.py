@@ -23,11 +23,17 @@ os.environ.update(serve_environment(PORT), RAY_AUTH_MODE="disabled")
 def ray_cluster() -> Iterator[str]:
     """A local cluster whose SGLang is the fake one; yields the endpoint's address."""
     os.environ["FASTVERIFY_SGLANG_COMMAND"] = f"{sys.executable} {FAKE}"
-    from pipeline.cluster import cluster
+    import ray
+    from ray import serve
+    from ray.serve.config import HTTPOptions
 
-    with cluster(None, GPUS):
-        from ray import serve
-        from ray.serve.config import HTTPOptions
-
+    # As `pipeline.cluster` does it, but with an endpoint; the slot is where a study's trials would run.
+    env = {"env_vars": {"PYTHONPATH": str(FAKE.parent.parent.parent)}}
+    ray.init(include_dashboard=False, log_to_driver=False, num_cpus=2, num_gpus=GPUS, resources={"engine_slot": 1},
+             runtime_env=env)  # fmt: skip
+    try:
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=PORT))
         yield f"http://127.0.0.1:{PORT}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
