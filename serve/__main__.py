@@ -28,7 +28,7 @@ def main(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     environment(port or 8000, haproxy=haproxy)
-    from serve.app import Service
+    from serve.service import Service
 
     service = Service.read(file)
     where = {"port": port or service.shape.port, "host": host or service.shape.host}
