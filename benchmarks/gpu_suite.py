@@ -23,6 +23,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SPACES = HERE.parent / "tune_spaces"
+TRACE, TRACE_BYTES = ".trace.json.gz", 14 << 20
 RESERVE_S = 45.0  # a study's last trial ends, Ray stops, results are packed
 LEAST_S = {"study": 110.0, "command": 30.0}
 
@@ -56,10 +57,9 @@ def command(name: str, *words: str) -> Step:
 
 
 STEPS = (
-    command("collectives", "-m", "pipeline.collectives", "{state}/runs", "--space", str(SPACES / "gpu2-pcie.yaml"),
-            "--out", "{state}/collectives.json"),
-    study("gpu2-pcie"),
     study("gpu2"),
+    study("gpu2-pcie"),
+    command("collectives", "-m", "pipeline.collectives", str(SPACES / "gpu2-pcie.yaml"), "--out", "{state}/collectives.json"),
 )  # fmt: skip
 
 
@@ -116,8 +116,20 @@ def main() -> None:
         if code == 0 and step.kind == "command":
             (args.state / f"{step.name}.done").touch()
         print(f"== {step.name}: exit {code}, {deadline - time.monotonic():.0f} s left", flush=True)
-    with tarfile.open(args.out / "suite.tar.gz", "w:gz") as archive:
-        archive.add(args.state, arcname="suite")
+    pack(args.state, args.out)
+
+
+def pack(state: Path, out: Path) -> None:
+    """Everything but the raw traces in one archive, and of those what fits, one archive a study."""
+    with tarfile.open(out / "suite.tar.gz", "w:gz") as archive:
+        archive.add(state, arcname="suite", filter=lambda entry: None if entry.name.endswith(TRACE) else entry)
+    for run in sorted((state / "runs").glob("*/study.json")):
+        left = TRACE_BYTES
+        with tarfile.open(out / f"traces-{run.parent.name}.tar", "w") as archive:
+            for trace in sorted(run.parent.rglob(f"*{TRACE}"), key=lambda path: path.stat().st_size):
+                left -= trace.stat().st_size
+                if left > 0:
+                    archive.add(trace, arcname=str(trace.relative_to(state)))
 
 
 if __name__ == "__main__":

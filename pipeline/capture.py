@@ -208,7 +208,7 @@ def profile_trial(record: TrialRecord, folder: Path, *, streams: int, steps: int
 
 
 def profile_running(
-    base_url: str, config: EngineConfig, folder: Path, *, streams: int = 1, steps: int = 30
+    base_url: str, config: EngineConfig, folder: Path, *, streams: int = 1, steps: int = 16
 ) -> list[StepProfile]:
     """Time the decode step of an engine that runs, then profile it.
 
