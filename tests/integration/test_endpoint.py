@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,13 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pipeline.config import EngineConfig
 from pipeline.spec import Limits
 from serve.service import ChampionSpec, ProxySettings, Service, Switch
+from tests.fakes.steady_load import Load
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -149,46 +153,29 @@ def running_requests(endpoint: str) -> float:
     return float(found[1])
 
 
-class Load:
-    """Clients that never stop asking, and what became of every answer."""
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from(["model", "messages", "prompt", "max_tokens", "stream", "stop", "n", "tools", "logprobs"])
 
-    def __init__(self, endpoint: str, streams: int) -> None:
-        self.url, self.streams = f"{endpoint}/v1/chat/completions", streams
-        self.whole = self.told = 0
-        self.broken: list[str] = []
-        self.retry_after: list[str] = []
 
-    async def during(self, work: Any) -> Any:
-        """Ask from all streams while `work` runs in a thread, then let the last answers end."""
-        task = asyncio.create_task(asyncio.to_thread(work))
-        timeout = aiohttp.ClientTimeout(total=60)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as client:
-            await asyncio.gather(*(self._ask(client, task) for _ in range(self.streams)))
-        return await task
-
-    async def _ask(self, client: aiohttp.ClientSession, work: asyncio.Task[Any]) -> None:
-        body = {"model": "m", "messages": MESSAGES, "max_tokens": 60, "stream": True}
-        while not work.done():
-            try:
-                async with client.post(self.url, json=body) as answer:
-                    self._judge(answer, await answer.read())
-            except aiohttp.ClientError as error:
-                self.broken.append(repr(error))
-            await asyncio.sleep(0.1)
-
-    def _judge(self, answer: aiohttp.ClientResponse, body: bytes) -> None:
-        if answer.status == 200 and body.endswith(b"data: [DONE]\n\n"):
-            self.whole += 1
-            return
-        last = body.rsplit(b"data: ", 1)[-1]
-        try:
-            told = bool(json.loads(last)["error"]["message"])
-        except (ValueError, KeyError, TypeError):
-            told = False
-        self.told += told
-        self.retry_after += [answer.headers["retry-after"]] if "retry-after" in answer.headers else []
-        if not told:
-            self.broken.append(f"{answer.status} {body[-200:]!r}")
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@given(
+    method=st.sampled_from(["GET", "POST", "PUT", "DELETE"]),
+    path=st.sampled_from(["/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/embeddings", "/v1/%00", "/"]),
+    body=st.binary(max_size=40) | st.dictionaries(FIELDS, JSON, max_size=4).map(lambda d: json.dumps(d).encode()),
+)
+def test_no_request_gets_a_500(endpoint: str, method: str, path: str, body: bytes) -> None:
+    request = urllib.request.Request(endpoint + path, data=body, method=method)
+    request.add_header("content-type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert answer.status == 200
+    except urllib.error.HTTPError as refused:
+        assert 400 <= refused.code < 500, refused.read()
+        assert refused.code == 404 or json.loads(refused.read())
 
 
 def test_a_switch_on_a_full_node_under_32_streams_breaks_none_without_a_word(endpoint: str, folder: Path) -> None:
