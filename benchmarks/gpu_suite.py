@@ -56,10 +56,22 @@ def command(name: str, *words: str) -> Step:
     return Step(name, "command", lambda state, _: [sys.executable, *(word.format(state=state) for word in words)])
 
 
+def collectives(name: str) -> Step:
+    """The collective settings of `tune_spaces/NAME.yaml`, timed without the engine."""
+
+    def argv(state: Path, seconds: float) -> list[str]:
+        return [
+            sys.executable, "-m", "pipeline.collectives", str(SPACES / f"{name}.yaml"),
+            "--out", str(state / "collectives.json"), "--seconds", str(int(min(90, seconds - 15))),
+        ]  # fmt: skip
+
+    return Step("collectives", "command", argv)
+
+
 STEPS = (
     study("gpu2"),
     study("gpu2-pcie"),
-    command("collectives", "-m", "pipeline.collectives", str(SPACES / "gpu2-pcie.yaml"), "--out", "{state}/collectives.json"),
+    collectives("gpu2-pcie"),
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,9 +17,11 @@ from pipeline.store import Study
 from pipeline.tracking import MlflowTracker, NullTracker, Tracker, default_uri
 
 if TYPE_CHECKING:
+    from pipeline.config import EngineConfig
     from pipeline.engine_space import Space
-    from pipeline.proposer import Proposal, Proposer
+    from pipeline.proposer import Proposal, Proposer, Violated
     from pipeline.records import Topology, TrialRecord
+    from pipeline.screening import Screening
     from pipeline.search import Adapter, Bench
     from pipeline.selection import Selection
     from pipeline.space import EngineChoice, Overrides
@@ -139,6 +141,7 @@ def _tracker(job: Job, study: Study) -> Tracker:
 def _run(job: Job, study: Study, board: Board, tracker: Tracker) -> Adapter:
     """Everything that needs Ray; whatever happens, no engine of the study outlives this."""
     from pipeline.cluster import cluster
+    from pipeline.collectives import study_screen
     from pipeline.search import Adapter, Desk, run_search, sweep
 
     # Ray sets its own handler for SIGTERM: ours comes after it.
@@ -151,7 +154,8 @@ def _run(job: Job, study: Study, board: Board, tracker: Tracker) -> Adapter:
             on_start=lambda proposal, left: _show(board, proposal, left),
             on_phase=lambda proposal, phase: board.phase(proposal.number, phase),
         )
-        proposer = _proposer(job, study, nodes)
+        screen = study_screen(study.folder, job.space, job.release, job.topology, board.say)
+        proposer = _proposer(job, study, nodes, screen)
         adapter = Adapter(proposer, desk, slots=len(nodes), stop_after_s=job.stop_after_s)
         sweep(bench, nodes)  # what a driver that was killed left behind
         try:
@@ -185,15 +189,21 @@ def _bench(job: Job, study: Study) -> Bench:
     )
 
 
-def _proposer(job: Job, study: Study, nodes: tuple[str, ...]) -> Proposer:
+def _proposer(job: Job, study: Study, nodes: tuple[str, ...], screen: Screening | None) -> Proposer:
     from pipeline.proposer import Proposer
 
     space, release, topology = job.space, job.release, job.topology
+
+    def check(config: EngineConfig) -> Sequence[Violated]:
+        """The rules, and what the collective benchmark screened out."""
+        found = space.examine(config, release, topology)
+        return found.violations or (screen.refuses(found.canonical.config) if screen else ())
+
     return Proposer(
         space,
         space.search,
         space.objective,
-        check=lambda config: space.check(config, release, topology),
+        check=check,
         canonical=lambda config: space.canonical(config, release, topology).config,
         records=study.records(),
         study=study.name,

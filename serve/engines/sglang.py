@@ -29,6 +29,9 @@ _PLACES = re.compile(r"^CUDA_(HOME|PATH|ROOT|CACHE_PATH)$|_(DIR|DIRS|CACHE|BASE|
 # What a host must keep switched off: survives, but only with the value that disables.
 SITE_POLICY = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 _OVERRULES_NVLS = ("--enable-symm-mem", "--enable-nccl-nvls")  # SGLang sets NCCL_NVLS_ENABLE=1 under them
+_OWN_DEFAULTS = {
+    "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+}  # fmt: skip
 _PCIE_IPC = "SGLANG_ENABLE_PCIE_IPC_ALLREDUCE"
 
 
@@ -54,7 +57,7 @@ def plan(
     Raises:
         InputError: something in `config` that this release of SGLang, or the site's policy, does not take.
     """
-    kept = {name: value for name, value in SITE_POLICY.items() if inherited.get(name) == value}
+    kept = _kept(inherited)
     place = {"--host": host, "--port": port, "--enable-metrics": metrics, "--decode-log-interval": DECODE_LOG_INTERVAL}
     args = [*_words({**_asked(config), **place}), *config.extra_args]
     checked = sglang_flags.check_args(args, release)
@@ -177,8 +180,10 @@ def _pcie_ipc(wanted: bool, release: str | None) -> dict[str, str]:
 def _check_variable(name: str, value: str, stated: Mapping[str, str], release: str | None) -> None:
     if stated.get(name, value) != value:
         raise InputError(f"is set to {value!r} here and to {stated[name]!r} by the configuration", key=f"env.{name}")
+    if not name.startswith("SGLANG_"):
+        return
     known = sglang_flags.flags(release).variables
-    if name.startswith("SGLANG_") and name not in known:
+    if name not in known:
         raise InputError("SGLang has no such variable", key=f"env.{name}", nearest=nearest(name, known))
 
 
@@ -191,10 +196,28 @@ def _hold_policy(args: Iterable[str], env: Mapping[str, str], kept: Mapping[str,
         raise InputError("would switch NVLink multicast on, and this host keeps NCCL_NVLS_ENABLE=0", key=flag)
 
 
+def _kept(inherited: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in SITE_POLICY.items() if inherited.get(name) == value}
+
+
 def _scrubbed(inherited: Mapping[str, str], gpu_ids: Sequence[int], kept: Mapping[str, str]) -> list[str]:
     stale = [name for name in inherited if _STALE.match(name) and not _PLACES.search(name) and name not in kept]
     # Without GPUs of our own choice, what the caller's scheduler chose for it still holds.
     return [name for name in stale if gpu_ids or name not in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")]
+
+
+def collective_environment(
+    config: EngineConfig, inherited: Mapping[str, str], release: str | None = None
+) -> dict[str, str]:
+    """The environment of `config`'s engine, for a child that sends its messages without being it.
+
+    What SGLang itself sets where nobody else did is in it (its `entrypoints/engine.py` and `parallel_hook.py`).
+    """
+    kept = _kept(inherited)
+    env = _environment(config, (), release)
+    _hold_policy((), env, kept)
+    stale = _scrubbed(inherited, (), kept)
+    return _OWN_DEFAULTS | {name: value for name, value in inherited.items() if name not in stale} | env
 
 
 def child_environment(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,259 @@
+"""Messages of a model, settings of a space, the screen, and whether the trials agree."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.collectives import lines
+from pipeline.collectives_bench import cause_of
+from pipeline.config import Collectives, EngineConfig, NgramSpeculation
+from pipeline.errors import InputError
+from pipeline.records import Estimate, LevelResult, LoadLevel, Measurement, Topology, TrialRecord
+from pipeline.screening import (
+    GATHERS,
+    Message,
+    Result,
+    Screening,
+    Setting,
+    Shape,
+    Times,
+    drift_of,
+    implied,
+    messages,
+    screen,
+    setting_key,
+    settings,
+    shape_of,
+    spearman,
+    summary,
+    token_counts,
+)
+from pipeline.space import Space, load_space
+
+SPACES = Path(__file__).parents[2] / "tune_spaces"
+SHAPE = Shape(hidden_size=576, layers=30, vocab_size=49152)
+
+
+def space(name: str) -> Space:
+    return load_space(SPACES / f"{name}.yaml").for_engine("sglang")
+
+
+def times(*steps: float, spread: float = 0.0) -> tuple[Times, ...]:
+    return tuple(
+        Times(tokens=8 * 2**i, all_reduce_us=1.0, all_gather_us=1.0, step_ms=step, spread=spread)
+        for i, step in enumerate(steps)
+    )
+
+
+def result(name: str, *steps: float, **more: Any) -> Result:
+    algo = None if name == "base" else name
+    changes = {"collectives.nccl_algo": algo} if algo else {}
+    config = EngineConfig(engine="sglang", model="m", collectives=Collectives(nccl_algo=algo))
+    facts = {"outcome": "ok", "times": times(*steps, spread=more.pop("spread", 0.0)), **more}
+    return Result(name=name, key=setting_key(config), changes=changes, **facts)
+
+
+def test_messages_are_the_model_s_own() -> None:
+    assert SHAPE.all_reduces == 61
+    (found,) = messages(SHAPE, 2, [8])
+    assert found == Message(tokens=8, all_reduce_bytes=8 * 576 * 2, all_gather_bytes=8 * 49152 // 2 * 2)
+    (uneven,) = messages(SHAPE.model_copy(update={"vocab_size": 7}), 2, [1])
+    assert uneven.all_gather_bytes == 8  # the vocabulary is padded to the ranks
+
+
+@given(st.sets(st.integers(1, 5000), min_size=1))
+def test_many_sizes_are_thinned_but_keep_their_ends(tokens: set[int]) -> None:
+    found = [message.tokens for message in messages(SHAPE, 2, tokens)]
+    assert found == sorted(set(found)) and set(found) <= tokens and len(found) <= 8
+    assert (found[0], found[-1]) == (min(tokens), max(tokens))
+
+
+def test_shape_reads_the_language_part_and_names_what_is_missing() -> None:
+    text = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 16}
+    assert shape_of({"vision_config": {}, "text_config": text}, "x") == Shape(hidden_size=8, layers=2, vocab_size=16)
+    with pytest.raises(InputError, match=r"m/config\.json: no vocab_size"):
+        shape_of({"hidden_size": 8, "num_hidden_layers": 2}, "m/config.json")
+
+
+def test_tokens_of_a_step_are_streams_times_checked_tokens() -> None:
+    # 1 plain; NGRAM 4, 8, 16; EAGLE3 steps 1, 3, 5 and STANDALONE 1, 3, each plus one
+    assert token_counts(space("gpu2-pcie")) == {n * c for n in (1, 2, 4, 6, 8, 16) for c in (1, 8)}
+
+
+def test_settings_of_a_space_begin_with_the_baseline_s_and_its_single_changes() -> None:
+    pcie = space("gpu2-pcie")
+    found, left_out = settings(pcie, "0.5.17", pcie.topology)
+    assert len(found) == 4 * 3 * 3 * 2 and not left_out
+    assert found[0].name == "as the baseline" and found[0].changes == {}
+    assert [len(setting.changes) for setting in found] == sorted(len(setting.changes) for setting in found)
+    assert found[1].config.collectives.nccl_p2p_disable is True
+    assert "nccl_algo=Tree" in {setting.name for setting in found}
+
+
+def test_what_the_engine_s_kernels_carry_is_left_out_and_said() -> None:
+    nvlink = space("gpu2")
+    found, left_out = settings(nvlink, "0.5.17", nvlink.topology)
+    assert [setting.name for setting in found] == ["custom_all_reduce=False"]
+    assert "kernel of the engine" in left_out["as the baseline"]
+
+
+def test_multicast_is_never_switched_on(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text(
+        "study: s\nsglang:\n  model: m\n  tensor_parallel_size: 2\n  load: {concurrency: [1]}\n"
+        "  fixed: {collectives: {custom_all_reduce: false}}\n"
+        "  space: {collectives: {nccl_algo: [null, NVLS]}, env: {NCCL_NVLS_ENABLE: [null, '1']}}\n"
+    )
+    found, left_out = settings(load_space(file).for_engine("sglang"), None, Topology())
+    assert [setting.name for setting in found] == ["as the baseline"]
+    assert set(left_out.values()) == {"NVLink multicast is never switched on here"}
+
+
+def test_a_summary_counts_single_messages_and_the_whole_step() -> None:
+    found = summary(Message(tokens=8, all_reduce_bytes=2, all_gather_bytes=2), 61, [6.1, 6.1, 6.2], [0.8, 0.8, 0.8])
+    assert found.all_reduce_us == pytest.approx(100)
+    assert found.all_gather_us == pytest.approx(1e3 * 0.8 / GATHERS)
+    assert found.step_ms == pytest.approx(6.1 + 0.1)
+    assert 0 < found.spread < 0.02
+
+
+def test_a_setting_that_another_beats_everywhere_leaves() -> None:
+    (dropped,) = screen([result("base", 1.0, 2.0), result("Ring", 1.2, 2.6)])
+    assert dropped.name == "Ring"
+    assert dropped.text() == ("screened-collective: Ring: dominated by base: 1.20 to 1.30 times its step at every size")
+
+
+def test_a_setting_that_wins_somewhere_or_is_within_noise_stays() -> None:
+    assert screen([result("base", 1.0, 2.0), result("Ring", 0.9, 9.0)]) == ()
+    assert screen([result("base", 1.0, 2.0), result("Ring", 1.04, 2.9)]) == ()
+    assert screen([result("base", 1.0, 2.0), result("Ring", 1.2, 2.6)], noise=0.25) == ()
+    assert screen([result("base", 1.0, 2.0), result("Ring", 1.2, 2.6, spread=0.2)]) == ()
+
+
+def test_it_takes_one_better_setting_not_several() -> None:
+    """Ring is beaten at each size, by a different one: no single choice replaces it."""
+    assert [d.name for d in screen([result("a", 1.0, 3.0), result("b", 3.0, 1.0), result("Ring", 2.0, 2.0)])] == []
+
+
+def test_the_baseline_s_own_setting_never_leaves() -> None:
+    assert screen([result("base", 9.0), result("Ring", 1.0)]) == ()
+
+
+def test_what_failed_or_hung_leaves_unless_nothing_worked() -> None:
+    tree = result("Tree", outcome="failed", times=(), phase="all-gather warm-up", cause="no algorithm")
+    hung = result("Ring", outcome="hung", times=(), phase="measurement", cause="no answer within 10 s")
+    lost = result("late", outcome="not measured", times=(), cause="no time was left")
+    dropped = screen([result("base", 1.0), tree, hung, lost])
+    assert [d.reason for d in dropped] == [
+        "failed in all-gather warm-up: no algorithm", "hung in measurement: no answer within 10 s",
+    ]  # fmt: skip
+    assert screen([tree, hung]) == ()
+
+
+@given(st.lists(st.lists(st.floats(0.1, 10), min_size=3, max_size=3), min_size=1, max_size=6))
+def test_the_fastest_setting_of_any_size_always_stays(rows: list[list[float]]) -> None:
+    results = [result(f"s{i}", *row) for i, row in enumerate(rows)]
+    left = {r.name for r in results} - {d.name for d in screen(results)}
+    for size in range(3):
+        assert min(results, key=lambda r: r.times[size].step_ms).name in left
+
+
+def test_a_setting_that_contains_a_failed_one_is_not_tried() -> None:
+    config = EngineConfig(engine="sglang", model="m")
+    both = Setting("both", "k", {"collectives.nccl_algo": "Tree", "collectives.nccl_proto": "LL"}, config)
+    other = Setting("other", "o", {"collectives.nccl_proto": "LL"}, config)
+    tree = result("Tree", outcome="failed", times=(), cause="x")
+    found = implied(both, [result("base", 1.0), tree])
+    assert found is not None and found.outcome == "failed"
+    assert found.cause == "contains Tree, which failed by itself"
+    assert implied(other, [tree]) is None
+    assert implied(both, [result("base", outcome="failed", times=(), cause="x")]) is None  # says nothing of others
+
+
+def test_drift_is_the_largest_change_of_a_step() -> None:
+    assert drift_of(times(1.0, 2.0), times(1.1, 1.9)) == pytest.approx(0.1)
+
+
+def test_the_cause_is_what_nccl_says_last() -> None:
+    text = "NCCL error in: a.cpp:1, invalid usage\nncclInvalidUsage: x\nLast error:\nError : no algorithm\n"
+    assert cause_of(text) == "Error : no algorithm"
+    assert cause_of("NCCL error in: a.cpp\nncclX\nLast error:\n") == "NCCL error in: a.cpp"
+    assert cause_of("CUDA error: out of memory\nCompile with …") == "CUDA error: out of memory"
+    assert cause_of("") == ""
+
+
+def trial(number: int, algo: str | None, speed: float, **more: Any) -> TrialRecord:
+    config = EngineConfig(engine="sglang", model="m", collectives=Collectives(nccl_algo=algo), **more)
+    level = LevelResult(
+        level=LoadLevel(workload="open", concurrency=8), window_s=1, requests_ok=8, output_tokens=100,
+        output_tok_per_s=Estimate(value=speed),
+    )  # fmt: skip
+    return TrialRecord(
+        study="s", number=number, role="search", status="ok", config=config, config_id=config.config_id,
+        measurement=Measurement(levels=(level,)),
+    )  # fmt: skip
+
+
+def test_spearman_compares_only_trials_that_differ_in_the_setting() -> None:
+    results = [result("base", 1.0), result("a", 2.0), result("b", 3.0), result("c", 4.0)]
+    agreeing = [trial(i, name, 1000 - 100 * i) for i, name in enumerate((None, "a", "b", "c"))]
+    assert spearman(results, agreeing) == (pytest.approx(1.0), 4)
+    turned = [trial(i, name, 600 + 100 * i) for i, name in enumerate((None, "a", "b", "c"))]
+    assert spearman(results, turned) == (pytest.approx(-1.0), 4)
+    # Other drafts make steps longer; pooled without regard to that, these would seem to agree.
+    drafts = [NgramSpeculation(num_draft_tokens=n) for n in (2, 4, 8, 16)]
+    alone = [trial(i, name, 1000 - 100 * i, speculation=drafts[i]) for i, name in enumerate((None, "a", "b", "c"))]
+    assert spearman(results, alone) == (None, 0)
+
+
+def test_spearman_cannot_be_told_from_few_or_equal_trials() -> None:
+    results = [result("base", 1.0), result("a", 2.0), result("b", 3.0), result("c", 4.0)]
+    assert spearman(results, [trial(0, None, 900), trial(1, "a", 800)]) == (None, 2)
+    assert spearman(results, [trial(i, n, 500) for i, n in enumerate((None, "a", "b", "c"))]) == (None, 4)
+    failed = [trial(i, n, 500).model_copy(update={"status": "failed"}) for i, n in enumerate((None, "a", "b", "c"))]
+    assert spearman(results, failed) == (None, 0)
+
+
+def screening(**more: Any) -> Screening:
+    tree = result("Tree", outcome="failed", times=(), cause="no algorithm")
+    results = (result("base", 1.0, 2.0), result("Ring", 1.5, 2.5), tree)
+    facts: dict[str, Any] = {
+        "model": "m", "ranks": 2, "shape": SHAPE, "messages": messages(SHAPE, 2, [8, 16]), "noise": 0.05,
+        "results": results, "dropped": screen(results), "left_out": {"fusion": "a kernel"}, "seconds": 9.0,
+    }  # fmt: skip
+    return Screening(**{**facts, **more})
+
+
+def test_a_configuration_is_refused_for_its_setting_whatever_it_drafts() -> None:
+    ring = EngineConfig(engine="sglang", model="m", collectives=Collectives(nccl_algo="Ring"))
+    found = screening()
+    assert [d.name for d in found.refuses(ring.model_copy(update={"speculation": NgramSpeculation()}))] == ["Ring"]
+    assert found.refuses(EngineConfig(engine="sglang", model="m")) == ()
+    assert Screening.model_validate_json(found.model_dump_json()).refuses(ring) == found.refuses(ring)
+
+
+def test_the_text_says_what_leaves_and_why() -> None:
+    text = "\n".join(lines(screening()))
+    assert "Tree  failed: no algorithm" in text
+    assert "leaves the space: Ring: dominated by base: 1.25 to 1.50" in text
+    assert "not timed: fusion: a kernel" in text
+    assert "Spearman" not in text
+    assert "Spearman with the trials: 0.50 over 8 measurements; leave" in lines(screening(spearman=0.5, pairs=8))[-1]
+    assert "may be used" in lines(screening(spearman=0.8, pairs=8))[-1]
+    assert "cannot tell" in lines(screening(pairs=2))[-1]
+
+
+def test_without_gpus_one_clear_error() -> None:
+    command = [sys.executable, "-m", "pipeline.collectives", str(SPACES / "gpu2-pcie.yaml")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={"PATH": "", "CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "error: the collective benchmark needs 2 GPUs, this machine has 0\n"
