@@ -80,7 +80,8 @@ def test_tune_promote_chat_and_roll_back(tmp_path: Path) -> None:
     space.write_text(SPACE)
     where = ("--runs", str(runs))
     command("pipeline.tune", str(space), *where)
-    first = command("pipeline.promote", trial_run(runs, "NGRAM"), *where, "--rounds", "2", "--force")
+    first = command("pipeline.promote", trial_run(runs, "none"), *where)
+    assert "there is no champion yet, so the baseline is promoted" in first
     assert "registered: models:/fastverify-smollm2-135m/1, alias champion" in first
     registry = Registry(f"sqlite:///{runs / 'mlflow.db'}", registered_name("smollm2-135m"))
     champion = registry.by_alias(CHAMPION)
@@ -93,8 +94,8 @@ def test_tune_promote_chat_and_roll_back(tmp_path: Path) -> None:
         stream = client.chat.completions.create(model=model, messages=messages, max_tokens=8, stream=True)  # type: ignore[call-overload]
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
 
-    second = command("pipeline.promote", trial_run(runs, "none"), *where, "--rounds", "2", "--force")
-    assert "alias champion" in second
+    second = command("pipeline.promote", trial_run(runs, "NGRAM"), *where, "--rounds", "2", "--force")
+    assert "registered: models:/fastverify-smollm2-135m/2, alias champion" in second
     swapped = command("pipeline.promote", "--rollback", *where)
     assert "champion again: models:/fastverify-smollm2-135m/1" in swapped
     now, before = registry.by_alias(CHAMPION), registry.by_alias(PREVIOUS)
