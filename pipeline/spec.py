@@ -121,10 +121,10 @@ SamplerName = Literal["tpe", "gp", "surrogate", "random", "quasi-random", "grid"
 class SearchSpec(Frozen):
     """How points are chosen and confirmed."""
 
-    sampler: SamplerName = "tpe"
+    sampler: SamplerName = "surrogate"  # benchmarks/search.py says why
     seed: int = 0
     budget: Budget = Budget(trials=20)
-    startup_trials: PositiveInt = 6  # random points before a model-based sampler takes over
+    startup_trials: PositiveInt = 3  # launches with figures before a model takes over from random points
     sglang_defaults: bool = True  # seed each algorithm's own default
     warm_start: bool = True  # seed the winner of an earlier study of this model and machine
     early_stop: bool = True  # a trial that cannot win stops after its busiest level
