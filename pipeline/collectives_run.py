@@ -23,11 +23,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.screening import GATHERS, Message, Result, Setting, Shape, Times, drift_of, implied, summary, untimed
+from pipeline.screening import (
+    GATHERS,
+    Message,
+    Outcome,
+    Result,
+    Setting,
+    Shape,
+    Times,
+    contains,
+    drift_of,
+    implied,
+    summary,
+    untimed,
+)
 from serve import procfs
 
 COMMAND = (sys.executable, "-m", "pipeline.collectives_bench")
-AT_ONCE = 12
+AT_ONCE = 16
 SAMPLES = 15
 KILL_S = 10.0  # the driver takes a moment to give the memory of a killed process back
 TAIL_LINES = 15
@@ -131,32 +144,40 @@ class _Run:
         self.versions: dict[str, str] = {}
         self.living: list[Child] = []
         self.started = 0
+        self.first: Setting | None = None
+        self.anchor: Child | None = None  # of the first setting: lives to the end, to be measured again
+        self.again: list[Setting] | None = []  # late in company; None once these run alone
         self.events: queue.Queue[tuple[Child, dict[str, Any]]] = queue.Queue()
 
     def all(self, settings: Sequence[Setting], at_once: int) -> None:
-        """Wave after wave; the first setting's processes stay until the end."""
-        left = deque(settings)
-        anchor: Child | None = None
+        """Wave after wave; what did not get ready in time among others gets another chance alone."""
+        self.first = settings[0] if settings else None
+        self.waves(deque(settings), at_once)
+        late, self.again = deque(self.again or ()), None
+        self.waves(late, 1)
+
+    def waves(self, left: deque[Setting], at_once: int) -> None:
         wave = self.wave(left, at_once)
         while wave:
             ready = self.prepare(wave)
             following = self.wave(left, at_once)
             measured = [child for child in ready if self.measure(child)]
-            anchor = anchor or next((c for c in measured if c.setting is settings[0]), None)
-            self.watch_drift(anchor)
-            self.end([child for child in wave if child is not anchor])
+            self.anchor = self.anchor or next((c for c in measured if c.setting is self.first), None)
+            self.watch_drift()
+            self.end(child for child in wave if child is not self.anchor)
             wave = following
         for setting in left:
             self.note(untimed(setting, "not measured", cause="no time was left"))
 
     def wave(self, left: deque[Setting], at_once: int) -> list[Child]:
-        """Start the next settings; one that contains a failed one is not started."""
+        """Start the next settings, but none that contains one that failed, or (for now) one that was late."""
         found: list[Child] = []
         while left and len(found) < at_once and self.time_left() > 0:
             setting = left.popleft()
-            known = implied(setting, self.results)
-            if known:
+            if known := implied(setting, self.results):
                 self.note(known)
+            elif self.again and any(late.changes and contains(setting, late.changes) for late in self.again):
+                self.again.append(setting)
             else:
                 found.append(self.start(setting))
         return found
@@ -221,8 +242,9 @@ class _Run:
             for message, size in zip(self.messages, sizes, strict=True)
         )
 
-    def watch_drift(self, anchor: Child | None) -> None:
+    def watch_drift(self) -> None:
         """Measure the first setting again; what it moved since is not the settings' doing."""
+        anchor = self.anchor
         if anchor is None or anchor not in self.living or self.time_left() <= 0:
             return
         first = next(result for result in self.results if result.key == anchor.setting.key)
@@ -259,20 +281,21 @@ class _Run:
             with suppress(subprocess.TimeoutExpired):
                 child.process.wait(1)  # its own exit code, not that of our kill
         self.end([child])
-        tail = child.tail()
+        stage, tail = _STAGES[event], child.tail()
         if failed:
-            why = {"phase": failed["phase"], "cause": f"rank {failed['rank']}: {failed['cause']}"}
-            lost = untimed(child.setting, "failed", log_tail=tail, **why)
-        elif ended:
-            last = tail[-1] if tail else "without a word"
-            cause = f"ended with exit code {child.process.returncode}: {last}"
-            lost = untimed(child.setting, "failed", phase=_STAGES[event], cause=cause, log_tail=tail)
+            cause = f"rank {failed['rank']}: {failed['cause']}"
+            lost = untimed(child.setting, "failed", phase=failed["phase"], cause=cause, log_tail=tail)
         elif self.time_left() <= 0:
-            lost = untimed(child.setting, "not measured", phase=_STAGES[event], cause="no time was left")
+            lost = untimed(child.setting, "not measured", phase=stage, cause="no time was left")
         else:
-            cause = f"no answer within {limit_s:g} s"
-            lost = untimed(child.setting, "hung", phase=_STAGES[event], cause=cause, log_tail=tail)
-        if all(result.key != lost.key for result in self.results):
+            words = f"ended with exit code {child.process.returncode}: {tail[-1] if tail else 'without a word'}"
+            cause = words if ended else f"no answer within {limit_s:g} s"
+            # NCCL reads nothing before the import is over: it is never the setting's fault.
+            outcome: Outcome = "not measured" if event == "imported" else "failed" if ended else "hung"
+            lost = untimed(child.setting, outcome, phase=stage, cause=cause, log_tail=tail)
+        if lost.outcome == "hung" and event == "ready" and self.again is not None:
+            self.again.append(child.setting)
+        elif all(result.key != lost.key for result in self.results):
             self.note(lost)
 
     def note(self, result: Result) -> None:

@@ -241,10 +241,15 @@ def implied(setting: Setting, results: Iterable[Result]) -> Result | None:
     """A setting that contains all changes of one that failed or hung is not tried: the same would end it."""
     for result in results:
         ended = result.outcome in ("failed", "hung")
-        if ended and result.changes and result.changes.items() <= setting.changes.items():
+        if ended and result.changes and contains(setting, result.changes):
             cause = f"contains {result.name}, which {result.outcome} by itself"
             return untimed(setting, result.outcome, cause=cause)
     return None
+
+
+def contains(setting: Setting, changes: Mapping[str, Any]) -> bool:
+    """True when the setting makes all these changes."""
+    return changes.items() <= setting.changes.items()
 
 
 def untimed(setting: Setting, outcome: Outcome, **why: Any) -> Result:

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.collectives import lines
+from pipeline.collectives import FILE, lines, study_screen
 from pipeline.collectives_bench import cause_of
 from pipeline.config import Collectives, EngineConfig, NgramSpeculation
+from pipeline.drive import Job, _proposer
 from pipeline.errors import InputError
+from pipeline.proposer import Proposal
 from pipeline.records import Estimate, LevelResult, LoadLevel, Measurement, Topology, TrialRecord
 from pipeline.screening import (
     GATHERS,
@@ -35,7 +37,8 @@ from pipeline.screening import (
     summary,
     token_counts,
 )
-from pipeline.space import Space, load_space
+from pipeline.space import EngineChoice, Overrides, Space, load_space
+from pipeline.store import Study
 
 SPACES = Path(__file__).parents[2] / "tune_spaces"
 SHAPE = Shape(hidden_size=576, layers=30, vocab_size=49152)
@@ -257,3 +260,59 @@ def test_without_gpus_one_clear_error() -> None:
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == "error: the collective benchmark needs 2 GPUs, this machine has 0\n"
+
+
+STUDY = """\
+study: s
+sglang:
+  model: m
+  tensor_parallel_size: 2
+  load: {concurrency: [1]}
+  fixed: {collectives: {custom_all_reduce: false}}
+  seeds:
+    - {collectives.nccl_algo: Ring}
+  space: {collectives: {nccl_algo: [null, Ring]}}
+search: {screen_collectives: SCREEN, budget: {trials: 4}, sampler: grid}
+"""
+
+
+def job(tmp_path: Path, screen: str = "true") -> Job:
+    file = tmp_path / "s.yaml"
+    file.write_text(STUDY.replace("SCREEN", screen))
+    part = load_space(file).for_engine("sglang")
+    choice = EngineChoice("sglang", "a test")
+    return Job("s", file, part, choice, Topology(gpu_count=2), None, Overrides(), tmp_path / "runs")
+
+
+def test_the_search_never_launches_a_screened_setting(tmp_path: Path) -> None:
+    asked = job(tmp_path)
+    study = Study.create("s", asked.space_file, {}, asked.runs)
+    base = asked.space.canonical(asked.space.baseline(), None, asked.topology).config
+    (ring,) = (one for one in settings(asked.space, None, asked.topology)[0] if one.changes)
+    slow = Result(name=ring.name, key=ring.key, changes=ring.changes, outcome="ok", times=times(9.0))
+    fast = Result(name="base", key=setting_key(base), outcome="ok", times=times(1.0))
+    found = screening(results=(fast, slow), dropped=screen([fast, slow]))
+    (study.folder / FILE).write_text(found.model_dump_json())
+
+    kept = study_screen(study.folder, asked.space, None, asked.topology, print)  # a resumed study asks its file
+    proposer = _proposer(asked, study, (), kept)
+    first = proposer.propose()
+    assert isinstance(first, Proposal) and first.role == "baseline"
+    record = trial(first.number, None, 900).model_copy(
+        update={"role": "baseline", "config": first.config, "config_id": first.config_id}
+    )
+    proposer.observe(record)
+    assert not (isinstance(then := proposer.propose(), Proposal) and then.config.collectives.nccl_algo == "Ring")
+    (pruned,) = (r for r in proposer.drain() if r.status == "pruned" and r.role == "seed")
+    assert pruned.reason is not None
+    assert pruned.reason.startswith("screened-collective: nccl_algo=Ring: dominated by base: 9.00")
+
+
+def test_the_screen_is_off_unless_asked_for_and_no_reason_to_stop(tmp_path: Path) -> None:
+    said: list[str] = []
+    off = job(tmp_path, "false")
+    assert study_screen(tmp_path, off.space, None, Topology(gpu_count=2), said.append) is None and not said
+    on = job(tmp_path)
+    assert study_screen(tmp_path, on.space, None, Topology(gpu_count=1), said.append) is None
+    assert said == ["no collective screen: the collective benchmark needs 2 GPUs, this machine has 1"]
+    assert not (tmp_path / FILE).exists()

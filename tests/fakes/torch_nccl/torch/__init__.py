@@ -1,7 +1,8 @@
 """As much of torch as the collective bench uses, with made-up times and failures that the NCCL variables choose.
 
 Each replay of a graph takes 1 ms times `FAKE_FACTORS` (JSON: "NAME=value" to factor) of what is set; `Tree`
-cannot all-gather; `NCCL_NTHREADS=512` hangs in warm-up and `=256` in the measurement; `=128` kills rank 1.
+cannot all-gather; `NCCL_NTHREADS=512` hangs in warm-up and `=256` in the measurement; `=128` kills rank 1;
+`=64` hangs in warm-up where the file that `FAKE_LATE_ONCE` names is not there yet.
 """
 
 from torch import cuda as cuda

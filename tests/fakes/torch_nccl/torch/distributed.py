@@ -24,6 +24,10 @@ def init_process_group(backend, *, store, rank, world_size, timeout, device_id):
 def all_reduce(tensor):
     if os.environ.get("NCCL_NTHREADS") == "512":
         time.sleep(60)
+    late = Path(os.environ.get("FAKE_LATE_ONCE", "/"))
+    if os.environ.get("NCCL_NTHREADS") == "64" and _rank == 0 and not late.exists():
+        late.touch()
+        time.sleep(60)
     if os.environ.get("NCCL_NTHREADS") == "128" and _rank == 1:
         print("Segmentation fault (fake)", file=sys.stderr, flush=True)
         os.killpg(0, signal.SIGSEGV)
