@@ -123,6 +123,7 @@ class Champion:
 
     async def _change(self, new: ChampionSpec) -> None:
         async with self._one_change:
+            self._switching = True  # also when an earlier change has just ended
             try:
                 assert self._spec is not None
                 self._switch = await self._replace(self._spec, new)
