@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.metrics import objective, violations
@@ -105,7 +105,7 @@ def cannot_win(levels: Levels, rule: StopRule) -> str | None:
     excess = {name: by for name, by in violations(levels, rule.spec.constraints).items() if by > rule.spread}
     if excess:
         return "breaks " + ", ".join(excess)
-    complete = completed(levels, rule.finished, max) if len(rule.spec.goals) == 1 else None
+    complete = completed(levels, rule.finished, bound=True) if len(rule.spec.goals) == 1 else None
     bound = objective(complete, rule.spec.goals[0]) if complete and rule.spec.goals[0].maximize else None
     if bound is None or rule.best is None:
         return None
@@ -115,24 +115,27 @@ def cannot_win(levels: Levels, rule: StopRule) -> str | None:
     return f"stays {-ahead:.1%} behind the best trial at best, spread {rule.spread:.1%}"
 
 
-def completed(levels: Levels, finished: Sequence[Levels], of: Callable[[list[float]], float]) -> Levels | None:
+def completed(levels: Levels, finished: Sequence[Levels], *, bound: bool) -> Levels | None:
     """The levels of a stopped trial, and guesses of the throughputs to come from trials that ran to their end.
 
     Args:
         levels: measured, in order.
         finished: what other trials showed at all levels.
-        of: `max` of their steps from the last measured level, for a bound, or a median, for an expectation.
+        bound: credit the most that any of them makes plausible, instead of what to expect.
     """
     if len(finished) < ENOUGH_TRIALS or not levels:
         return None
     last, known = levels[-1], {level.level.key for level in levels}
     tables = [{level.level.key: level.output_tok_per_s.value for level in whole} for whole in finished]
+    tables = [table for table in tables if table.get(last.level.key)]
     guessed = []
     for model in (level for level in finished[0] if level.level.key not in known):
         key = model.level.key
-        step = of([table[key] / table[last.level.key] for table in tables if key in table and last.level.key in table])
-        value = last.output_tok_per_s.value * step
-        if of is max:
+        steps = [table[key] / table[last.level.key] for table in tables if key in table]
+        if not steps:
+            return None
+        value = last.output_tok_per_s.value * (max(steps) if bound else statistics.median(steps))
+        if bound:
             value = max(value, *(table[key] for table in tables if key in table))
         guessed.append(model.model_copy(update={"output_tok_per_s": Estimate(value=value), "requests_per_s": None}))
     return (*levels, *guessed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -71,7 +70,7 @@ def _expected(records: Sequence[TrialRecord], goal: Goal) -> dict[int, float]:
     found = {}
     for record in records:
         if record.status == "stopped" and record.measurement:
-            complete = completed(record.measurement.levels, finished, statistics.median)
+            complete = completed(record.measurement.levels, finished, bound=False)
             value = objective(complete, goal) if complete else None
             if value is not None:
                 found[record.number] = value.value

@@ -119,6 +119,7 @@ class Proposer:
         ).sequence()
         self._described: dict[str, Mapping[str, Any]] = {}
         self._exhausted: str | None = None
+        self._time_up: str | None = None
         self._finished = False
         self._noted: set[tuple[Any, ...]] = {(r.status, r.reason, r.reused_from) for r in self._records}
         self.baseline = canonical(space.baseline())
@@ -306,7 +307,9 @@ class Proposer:
         budget = self.search.budget
         if budget.trials is not None and self._searched() >= budget.trials:
             return f"the budget of {budget.trials} trials is used"
-        return self._time_is_up() or self._exhausted
+        # Kept once said: a mean that falls while the study closes must not reopen the search.
+        self._time_up = self._time_up or self._time_is_up()
+        return self._time_up or self._exhausted
 
     def _time_is_up(self) -> str | None:
         hours, gpu_hours = self.search.budget.hours, self.search.budget.gpu_hours
