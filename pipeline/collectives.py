@@ -20,7 +20,7 @@ from pipeline.errors import InputError, MeasurementError, PreflightError, UserEr
 if TYPE_CHECKING:
     from pipeline.engine_space import Space
     from pipeline.records import Topology
-    from pipeline.screening import Screening
+    from pipeline.screening import Result, Screening
 
 FILE = "collectives.json"  # in a study's folder
 SECONDS = 90.0
@@ -193,21 +193,28 @@ def _compared(found: Screening, study: str, runs: Path) -> Screening:
 
 
 def lines(found: Screening) -> list[str]:
-    """The run in plain text: a table, what leaves the space and why, what was not timed and why."""
-    sizes = [message.tokens for message in found.messages]
-    width = max(len(result.name) for result in found.results)
+    """The run in plain text: a table, fastest first, with what leaves the space and why; then what was not timed."""
+    tried = [result for result in found.results if result.contains is None]
+    tried.sort(key=lambda result: sum(times.step_ms for times in result.times) or float("inf"))
+    leaves = {dropped.name: dropped.reason for dropped in found.dropped}
+    width = max(len(result.name) for result in tried)
     out = [
         f"{found.model}: {found.shape.all_reduces} all-reduces and one all-gather a step, {found.ranks} ranks; "
         f"{len(found.results)} settings in {found.seconds:.0f} s",
         f"milliseconds a step, by its tokens; differences below {found.noise:.1%} count as none",
-        f"{'':{width}}  " + " ".join(f"{size:>8}" for size in sizes),
+        f"{'':{width}}  " + " ".join(f"{message.tokens:>8}" for message in found.messages),
     ]
-    for result in sorted(found.results, key=lambda r: sum(t.step_ms for t in r.times) or float("inf")):
-        figures = " ".join(f"{times.step_ms:8.3f}" for times in result.times)
-        out.append(f"{result.name:{width}}  {figures or f'{result.outcome}: {result.cause}'}")
-    out += [f"leaves the space: {dropped.name}: {dropped.reason}" for dropped in found.dropped]
+    out += [f"{result.name:{width}}  {_row(result, leaves.get(result.name))}" for result in tried]
+    if along := len(found.results) - len(tried):
+        out.append(f"{along} more settings contain one that failed or hung, and leave with it")
     out += [f"not timed: {name}: {reason}" for name, reason in found.left_out.items()]
     return out + _verdict(found)
+
+
+def _row(result: Result, reason: str | None) -> str:
+    figures = " ".join(f"{times.step_ms:8.3f}" for times in result.times)
+    shown = figures or ("" if reason else f"{result.outcome}: {result.cause}")
+    return shown + (f"  leaves: {reason}" if reason else "")
 
 
 def _verdict(found: Screening) -> list[str]:

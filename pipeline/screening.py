@@ -74,6 +74,7 @@ class Result(Frozen):
     outcome: Outcome
     phase: str | None = None
     cause: str | None = None
+    contains: str | None = None  # not tried: it makes all changes of this one, which failed or hung
     times: tuple[Times, ...] = ()
     log_tail: tuple[str, ...] = ()
 
@@ -243,7 +244,7 @@ def implied(setting: Setting, results: Iterable[Result]) -> Result | None:
         ended = result.outcome in ("failed", "hung")
         if ended and result.changes and contains(setting, result.changes):
             cause = f"contains {result.name}, which {result.outcome} by itself"
-            return untimed(setting, result.outcome, cause=cause)
+            return untimed(setting, result.outcome, cause=cause, contains=result.name)
     return None
 
 
