@@ -99,7 +99,8 @@ def table(results: dict[str, dict[str, list[int | None]]], cap: int) -> dict[str
 
 def verdict(rows: dict[str, Any]) -> dict[str, Any]:
     """Which sampler the table supports, and where it misses the aim."""
-    mean = {s: statistics.geometric_mean([max(r[s]["ratio_to_random"], 0.01) for r in rows.values()]) for s in SAMPLERS}
+    done = [sampler for sampler in SAMPLERS if all(sampler in row for row in rows.values())]
+    mean = {s: statistics.geometric_mean([max(r[s]["ratio_to_random"], 0.01) for r in rows.values()]) for s in done}
     best = min(mean, key=lambda sampler: mean[sampler])
     missed = {name: row[best]["ratio_to_random"] for name, row in rows.items() if row[best]["ratio_to_random"] > AIM}
     return {
@@ -126,15 +127,29 @@ def main(
                 ]
                 results[name][sampler] = [job.result() for job in jobs]
                 print(f"{name} {sampler}: {summary(results[name][sampler], cap)}", flush=True)
-    rows = table(results, cap)
+            if sampler != "unaided":
+                # Written after each sampler: the last one is slow, and a report of the others is better than none.
+                settings = {
+                    "seeds": seeds,
+                    "gp_seeds": gp_seeds,
+                    "cap": cap,
+                    "seconds": round(time.monotonic() - began),
+                }
+                write(out, results, settings)
+
+
+def write(out: Path, results: dict[str, dict[str, list[int | None]]], settings: dict[str, Any]) -> None:
+    """The report so far."""
+    rows = table(results, settings["cap"])
     report = {
         "what": f"launches of seeds and search until within {1 - NEAR:.0%} of the best by its true value",
-        "seeds": seeds, "gp_seeds": gp_seeds, "cap": cap, "seconds": round(time.monotonic() - began),
-        "surfaces": {name: facts(surface) for name, surface in surfaces().items()}, "table": rows, **verdict(rows),
-    }  # fmt: skip
+        **settings,
+        "surfaces": {name: facts(surface) for name, surface in surfaces().items()},
+        "table": rows,
+        **verdict(rows),
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(verdict(rows), indent=1))
 
 
 def facts(surface: Surface) -> dict[str, Any]:
