@@ -8,19 +8,24 @@ and the ranks are forked from there, before CUDA is touched.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 _WARM = 3  # replays: the first one uploads the graph
+_TURN_S = 4.0  # a warm-up takes a fraction of a second
 _CAUSE_LETTERS = 1500  # a line of a pipe stays whole below 4096 bytes
 
 
@@ -73,6 +78,15 @@ def cause_of(text: str) -> str:
     return ((last.strip() or first.strip()).splitlines() or [""])[0][:_CAUSE_LETTERS]
 
 
+def taken(lock: TextIO) -> bool:
+    """Try to take a file's lock; it is given back when the file is closed, or its holder ends."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 class Rank:
     """One rank on its GPU."""
 
@@ -86,7 +100,8 @@ class Rank:
         """Prepare, then measure whenever told."""
         self.connect()
         calls = self.calls()
-        self.warm_up(calls)
+        with self.turn():
+            self.warm_up(calls)
         graphs = [self.captured(*call) for call in calls]
         if self.rank == 0:
             say("ready", versions=self.versions())
@@ -138,8 +153,26 @@ class Rank:
             found.append(("all-gather", partial(dist.all_gather_into_tensor, whole, part), self.job["gathers"]))
         return found
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Have the GPUs alone among the settings that prepare: ranks of several that spin at once starve each other.
+
+        One that hangs keeps its turn for ever, so the wait for it is short, and then goes on regardless.
+        """
+        if self.rank:
+            os.read(self.gates[0], 1)
+            yield
+            return
+        with Path(self.job["turn"]).open("w") as lock:
+            deadline = time.monotonic() + _TURN_S
+            while not taken(lock) and time.monotonic() < deadline:
+                time.sleep(0.005)
+            for gate in self.gates:
+                os.write(gate, b"w")
+            yield
+
     def warm_up(self, calls: list[tuple[str, Callable[[], object], int]]) -> None:
-        """Call each once, without a wait between: others prepare on these GPUs too, and take turns with us."""
+        """Call each once: the first call of a kind makes its connections."""
         import torch
 
         side = torch.cuda.Stream()

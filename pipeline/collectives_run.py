@@ -57,7 +57,7 @@ class Deadlines:
 
     total: float = 90.0
     imported: float = 60.0
-    prepared: float = 30.0
+    prepared: float = 20.0
     measured: float = 10.0
 
 
@@ -157,11 +157,14 @@ class _Run:
         self.waves(late, 1)
 
     def waves(self, left: deque[Setting], at_once: int) -> None:
+        """While a wave is measured, the next one imports; nothing of it touches the GPUs yet."""
         wave = self.wave(left, at_once)
         while wave:
             ready = self.prepare(wave)
             following = self.wave(left, at_once)
-            measured = [child for child in ready if self.measure(child)]
+            for child in ready[:1]:
+                self.times(child)  # thrown away: the GPUs come out of idle clocks
+            measured = [child for child in ready if child in self.living and self.measure(child)]
             self.anchor = self.anchor or next((c for c in measured if c.setting is self.first), None)
             self.watch_drift()
             self.end(child for child in wave if child is not self.anchor)
@@ -210,6 +213,7 @@ class _Run:
             "messages": [message.model_dump() for message in self.messages],
             "limit_s": int(max(self.time_left(), 0)) + 30,  # should this process be killed, they end by themselves
             "store": str(self.folder / f"{self.started}.store"),
+            "turn": str(self.folder / "turn"),
         }
 
     def prepare(self, wave: list[Child]) -> list[Child]:
@@ -232,6 +236,7 @@ class _Run:
         return True
 
     def times(self, child: Child) -> tuple[Times, ...] | None:
+        """One measurement of every size; None when it failed or hung, which is noted."""
         child.heard.pop("result", None)
         child.send("measure")
         if not self.wait([child], "result", self.deadlines.measured):
