@@ -32,8 +32,9 @@ OnPhase = Callable[[str], None]
 StopEarly = Callable[[tuple[LevelResult, ...]], str | None]
 T = TypeVar("T")
 
-# A client whose own timer is this late, and by so much of the time between chunks, cannot stamp them.
+# A client whose own timer is this late, and by so much of the time between chunks, stamps them late too.
 LOOP_LAG_MS, LOOP_LAG_SHARE = 10.0, 0.5
+BUSY_CPU = 0.5  # late and this busy is saturated; late and idle is starved by others, which is noted
 
 
 class SpaceLike(Protocol):
@@ -219,14 +220,16 @@ class _Run:
     async def _window(self, level: LoadLevel, repeat: int, count: int, salt: str, left_s: float = math.inf) -> Window:
         """Flush, then send one window under watch, and refuse it when the client was saturated."""
         flushed = await flush(self.base_url, api_key=self.ruler.api_key)
-        if not flushed and "the server has no cache flush" not in self.notes:
-            self.notes.append("the server has no cache flush")
+        self._note(None if flushed else "the server has no cache flush")
         prompts: Sequence[Prompt] = self.prompts[level.workload]
         planned = plan(level, self.plan.workload, prompts, repeat, salt, count=count)
         sending = replace(self.sending, budget_s=max(left_s, 1.0))
         window = await watched(run_level(sending, planned, concurrency=level.concurrency), self.watch)
-        refuse_saturated(level.key, window)
+        self._note(refuse_saturated(level.key, window))
         return window
+
+    def _note(self, note: str | None) -> None:
+        self.notes += [note] if note and note not in self.notes else []
 
     async def _greedy(self, baseline: bool) -> tuple[GreedyOutput, ...]:
         self.on_phase("greedy")
@@ -234,14 +237,22 @@ class _Run:
         return await watched(greedy_outputs(self.sending, self.prompts, spec, margins=baseline), self.watch)
 
 
-def refuse_saturated(key: str, window: Window) -> None:
-    """Raise MeasurementError when the client could not keep up: its stamps are its own delays."""
-    if window.client_cpu is not None and window.client_cpu > CLIENT_CPU:
-        raise MeasurementError(f"{key}: the load generator was saturated ({window.client_cpu:.0%} of a core)")
+def refuse_saturated(key: str, window: Window) -> str | None:
+    """Raise MeasurementError when the client could not keep up: its stamps are its own delays.
+
+    Returns:
+        A note when its timers were late though it had little to do: the machine is busy with other work.
+    """
+    cpu = window.client_cpu or 0.0
+    if cpu > CLIENT_CPU:
+        raise MeasurementError(f"{key}: the load generator was saturated ({cpu:.0%} of a core)")
     gaps = distribution(gap for trace in window.traces for gap in chunk_gaps_ms(trace))
     limit = max(LOOP_LAG_MS, LOOP_LAG_SHARE * ((gaps.p50 if gaps else None) or 0.0))
-    if window.loop_lag_ms is not None and window.loop_lag_ms > limit:
+    if window.loop_lag_ms is None or window.loop_lag_ms <= limit:
+        return None
+    if cpu > BUSY_CPU:
         raise MeasurementError(f"{key}: the load generator was saturated (timers {window.loop_lag_ms:.0f} ms late)")
+    return f"{key}: this machine is busy with other work: times may be {window.loop_lag_ms:.0f} ms late"
 
 
 async def watched(work: Awaitable[T], watch: Watch, every_s: float = 1.0) -> T:

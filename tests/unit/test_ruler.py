@@ -74,7 +74,7 @@ def test_the_budget_ends_the_repeats_and_says_so(url: str) -> None:
     began = time.monotonic()
     measured = Ruler(tight).measure(url, greedy=False)
     assert time.monotonic() - began < 10
-    assert "the budget ended the repeats" in measured.notes[0]
+    assert any("the budget ended the repeats" in note for note in measured.notes)
     assert all(level.requests_cut_off == 0 for level in measured.levels)
 
 
@@ -87,7 +87,7 @@ def test_a_trial_that_cannot_win_stops_between_loads(url: str) -> None:
 
     measured = Ruler(plan()).measure(url, stop_early=stop)
     assert [level.level.concurrency for level in measured.levels] == [4, 4]
-    assert measured.notes == ("stopped early: hopeless",)
+    assert measured.notes[-1] == "stopped early: hopeless"
     assert measured.greedy == ()
     assert len(seen) == 1
 
@@ -119,11 +119,15 @@ def test_a_watch_that_fails_after_the_window_explains_failed_requests() -> None:
         Ruler(plan()).measure(broken, watch=watch)
 
 
-@pytest.mark.parametrize("window", [Window((), client_cpu=0.95), Window((), client_cpu=0.5, loop_lag_ms=25.0)])
+@pytest.mark.parametrize("window", [Window((), client_cpu=0.95), Window((), client_cpu=0.6, loop_lag_ms=25.0)])
 def test_a_saturated_client_is_refused(window: Window) -> None:
     with pytest.raises(MeasurementError, match="saturated"):
         refuse_saturated("extract.c256", window)
-    refuse_saturated("extract.c8", Window((), client_cpu=0.5, loop_lag_ms=1.0))
+    assert refuse_saturated("extract.c8", Window((), client_cpu=0.5, loop_lag_ms=1.0)) is None
+
+
+def test_a_client_starved_by_other_work_is_noted_not_blamed() -> None:
+    assert "25 ms late" in str(refuse_saturated("extract.c8", Window((), client_cpu=0.1, loop_lag_ms=25.0)))
 
 
 def test_percentiles_in_demand_get_their_samples() -> None:
@@ -147,4 +151,4 @@ def test_a_server_without_flush_is_measured_and_noted(url: str, monkeypatch: pyt
 
     monkeypatch.setattr(ruler_module, "flush", no_flush)
     measured = Ruler(plan(concurrency=(1,))).measure(url, greedy=False)
-    assert measured.notes == ("the server has no cache flush",)
+    assert measured.notes.count("the server has no cache flush") == 1
