@@ -38,7 +38,7 @@ def test_json_holds_the_plan_and_every_level(url: str) -> None:
 
 def test_the_table_has_a_line_a_level_and_phases_go_to_stderr(url: str) -> None:
     done = run(url.removeprefix("http://") + "/v1", "--prompts", "open", *QUICK)
-    head, line = done.stdout.splitlines()
+    head, line, *_notes = done.stdout.splitlines()
     assert "tok/s" in head and "TTFT p50" in head
     assert line.split()[0] == "open.c2"
     assert "open.c2 1/2" in done.stderr
