@@ -54,7 +54,15 @@ class Job:
         return self.space.tensor_parallel_size if self.space.engine == "sglang" else 0
 
 
-def drive(job: Job) -> Study:
+@dataclass(frozen=True)
+class Ended:
+    """A study, and whether a person stopped it before its end."""
+
+    study: Study
+    interrupted: bool
+
+
+def drive(job: Job) -> Ended:
     """Run a study, or what is left of it, to its end; print and log the outcome.
 
     An interrupt ends the trial in flight, takes its engine down and leaves a study that can be resumed.
@@ -74,7 +82,7 @@ def drive(job: Job) -> Study:
         if job.profile and adapter.done is not None and job.space.engine == "sglang":
             _profile(study, board)
         _close(study, adapter, tracker, board)
-    return study
+    return Ended(study, adapter.interrupted)
 
 
 def _profile(study: Study, board: Board) -> None:
@@ -161,7 +169,7 @@ def _run(job: Job, study: Study, board: Board, tracker: Tracker) -> Adapter:
         try:
             run_search(adapter, bench, study.folder)
         except KeyboardInterrupt:
-            adapter.halted = "interrupted"
+            adapter.interrupt()
         finally:
             sweep(bench, nodes)
         return adapter

@@ -170,6 +170,7 @@ class Adapter(TuneSearcher):
         self._fault: Exception | None = None
         self.done: str | None = None  # why the study is over
         self.halted: str | None = None  # why this driver stopped before that
+        self.interrupted = False
 
     def suggest(self, trial_id: str) -> Any:
         """The next proposal, None to wait, or Tune's word for the end."""
@@ -210,6 +211,10 @@ class Adapter(TuneSearcher):
             self._take_in(proposal, result)
         except Exception as fault:
             self._fault, self.halted = fault, f"trial {proposal.number} could not be recorded: {fault}"
+
+    def interrupt(self) -> None:
+        """A person, or the machine going down, ended this driver; what was in flight is lost and comes back."""
+        self.halted, self.interrupted = "interrupted", True
 
     def raise_fault(self) -> None:
         """Raise what went wrong while a trial was recorded."""

@@ -66,7 +66,7 @@ def tune(
         return
     from pipeline.drive import Job, drive
 
-    study = drive(
+    ended = drive(
         Job(
             study=spec.study,
             space_file=space,
@@ -87,7 +87,9 @@ def tune(
     if json_:
         from pipeline.report import render, study_report
 
-        typer.echo(render(study_report(study), "json"))
+        typer.echo(render(study_report(ended.study), "json"))
+    if ended.interrupted:
+        raise typer.Exit(130)
 
 
 def _resolve(spec: SpaceSpec, *, dry_run: bool) -> tuple[Topology, str | None, EngineChoice, Space]:
