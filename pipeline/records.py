@@ -274,6 +274,7 @@ class TrialRecord(Frozen):
     resolved: dict[str, Any] = Field(default_factory=dict)
     asked_not_got: dict[str, tuple[Any, Any]] = Field(default_factory=dict)
     degraded: tuple[str, ...] = ()
+    log_accept_length: float | None = None  # the engine's own word, from its log
     notes: tuple[str, ...] = ()
     phases_s: dict[str, float] = Field(default_factory=dict)  # launch, measure, teardown, …
     launch: Launch | None = None

@@ -141,7 +141,7 @@ def judge(outcome: Outcome, reference: Reference | None) -> TrialRecord:
     # A trial stopped early was not asked: it cannot win anyway.
     levels = record.measurement.levels
     lossless = compare(reference, outcome.greedy, levels, record.config) if reference and outcome.greedy else None
-    broken = broken_rules(record.measurement.levels, record.config, outcome.greedy, resolved=record.resolved)
+    broken = broken_rules(levels, record.config, outcome.greedy, record.log_accept_length, record.resolved)
     return record.model_copy(update={"lossless": lossless, "broken": broken})
 
 
