@@ -214,6 +214,7 @@ class _Run:
             "limit_s": int(max(self.time_left(), 0)) + 30,  # should this process be killed, they end by themselves
             "store": str(self.folder / f"{self.started}.store"),
             "turn": str(self.folder / "turn"),
+            "turn_s": self.deadlines.prepared / 5,  # a warm-up takes a fraction of a second
         }
 
     def prepare(self, wave: list[Child]) -> list[Child]:

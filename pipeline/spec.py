@@ -130,5 +130,5 @@ class SearchSpec(Frozen):
     early_stop: bool = True  # a trial that cannot win stops after its busiest level
     ablate: bool = True  # undo the winner's settings one at a time
     confirm_rounds: int = Field(default=4, ge=0)  # in turns: winner, runner-up, baseline; benchmarks/aa.py says why 4
-    screen_collectives: bool = False
+    screen_collectives: bool = False  # a short benchmark first (`pipeline.collectives`) drops what cannot win
     profile: bool = False  # profile each algorithm's first trial in its own launch, after its measurement

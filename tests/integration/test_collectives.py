@@ -75,8 +75,8 @@ def test_tree_fails_at_the_all_gather_and_takes_what_contains_it_along() -> None
     assert len(said) == 3
 
 
-def test_a_hang_is_ended_and_the_others_of_its_wave_go_on() -> None:
-    deadlines = Deadlines(total=60, imported=20, prepared=2, measured=2)
+def test_a_hang_is_ended_and_costs_no_other_setting_its_figures() -> None:
+    deadlines = Deadlines(total=60, imported=20, prepared=5, measured=3)
     stuck, late, crashed = (setting(nccl_nthreads=n) for n in (512, 256, 128))
     timed = run(setting(), stuck, late, crashed, setting(nccl_proto="LL"), deadlines=deadlines)
     assert outcomes(timed) == {
@@ -84,7 +84,7 @@ def test_a_hang_is_ended_and_the_others_of_its_wave_go_on() -> None:
     }  # fmt: skip
     by_name = {result.name: result for result in timed.results}
     assert (by_name[stuck.name].phase, by_name[stuck.name].cause) == (
-        "communicator, warm-up and capture", "no answer within 2 s",
+        "communicator, warm-up and capture", "no answer within 5 s",
     )  # fmt: skip
     assert by_name[late.name].phase == "measurement"
     assert "exit code -11: Segmentation fault (fake)" in (by_name[crashed.name].cause or "")
@@ -95,9 +95,9 @@ def test_what_is_late_in_company_is_tried_alone_before_it_is_blamed(
 ) -> None:
     monkeypatch.setenv("FAKE_LATE_ONCE", str(tmp_path / "was-late"))
     late, contained = setting(nccl_nthreads=64), setting(nccl_nthreads=64, nccl_proto="LL")
-    deadlines = Deadlines(total=60, imported=20, prepared=2, measured=2)
+    deadlines = Deadlines(total=60, imported=20, prepared=4, measured=4)
     timed = run(setting(), late, contained, deadlines=deadlines, at_once=2)
-    assert outcomes(timed) == {"base": "ok", late.name: "ok", contained.name: "ok"}
+    assert outcomes(timed) == {"base": "ok", late.name: "ok", contained.name: "ok"}, timed.results
     assert (tmp_path / "was-late").exists()
 
 

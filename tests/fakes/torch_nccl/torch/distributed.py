@@ -11,7 +11,7 @@ _rank = 0
 
 class FileStore:
     def __init__(self, path, world_size):
-        assert Path(path).parent.is_dir() and world_size > 1
+        assert Path(path).parent.is_dir() and world_size > 0
 
 
 def init_process_group(backend, *, store, rank, world_size, timeout, device_id):
@@ -28,9 +28,11 @@ def all_reduce(tensor):
     if os.environ.get("NCCL_NTHREADS") == "64" and _rank == 0 and not late.exists():
         late.touch()
         time.sleep(60)
-    if os.environ.get("NCCL_NTHREADS") == "128" and _rank == 1:
-        print("Segmentation fault (fake)", file=sys.stderr, flush=True)
-        os.killpg(0, signal.SIGSEGV)
+    if os.environ.get("NCCL_NTHREADS") == "128":
+        if _rank == 1:
+            print("Segmentation fault (fake)", file=sys.stderr, flush=True)
+            os.killpg(0, signal.SIGSEGV)
+        time.sleep(60)
     cuda.count_call()
 
 
