@@ -20,9 +20,10 @@ class OpenAIErrors:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """One request; other traffic passes."""
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
-            return await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
+            return
         kept = [(name, value) for name, value in scope["headers"] if name != _SERVE_TIMEOUT]
-        return await self._app({**scope, "headers": kept}, receive, _Reshaped(send))
+        await self._app({**scope, "headers": kept}, receive, _Reshaped(send))
 
 
 class _Reshaped:

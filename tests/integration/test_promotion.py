@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from pipeline import promoting
-from pipeline.candidate import find_candidate, find_incumbent
+from pipeline.candidate import Candidate, find_candidate, find_incumbent, study_space
 from pipeline.config import EngineConfig
 from pipeline.errors import PromotionError
 from pipeline.installing import go_back, install, previous_service, register, service_of
@@ -41,9 +41,7 @@ search: {budget: {trials: 2}}
 
 def config(**knobs: Any) -> EngineConfig:
     told = json.dumps({"children": False, "start_ms": 0, "ttft_ms": 2, **knobs})
-    return EngineConfig(
-        engine="sglang", model="fake-model", max_running_requests=8, env=(("FAKE_SGLANG_KNOBS", told),)
-    )
+    return EngineConfig(engine="sglang", model="fake-model", max_running_requests=8, env=(("FAKE_SGLANG_KNOBS", told),))
 
 
 BASELINE, FAST, CORRUPT = config(step_ms=8), config(step_ms=4), config(step_ms=3, text_salt="other")
@@ -63,27 +61,16 @@ def study(runs: Path, *configs: EngineConfig) -> Study:
     return made
 
 
-def bench_for(runs: Path, made: Study, trial: int, say: list[str]) -> promoting.Bench:
-    candidate = promoting.Candidate(
-        made,
-        *(find := find_parts(made)),
-        config=made.records()[trial - 1].config,
-        why=f"trial {trial}",
-    )
-    assert find
-    return promoting.Bench(candidate, promoting.fresh_folder(candidate), Topology(), {}, say.append)
-
-
-def find_parts(made: Study) -> tuple[Any, Any]:
-    from pipeline.candidate import study_space
-
+def bench_for(made: Study, trial: int) -> promoting.Bench:
     space = study_space(made)
-    return space, space.objective
+    config = made.records()[trial - 1].config
+    candidate = Candidate(made, space, space.objective, config, f"trial {trial}")
+    return promoting.Bench(candidate, promoting.fresh_folder(candidate), Topology(), {}, lambda _: None)
 
 
 def promote(runs: Path, made: Study, trial: int, registry: Registry, *, force: bool = False) -> Any:
     """What the command does, on the session's cluster, without a service that runs."""
-    bench = bench_for(runs, made, trial, [])
+    bench = bench_for(made, trial)
     incumbent = find_incumbent(registry, runs / "champion.json")
     evidence = promoting.gather(bench, incumbent, rounds=2, soak_minutes=0.05)
     decision = promoting.judge_promotion(bench, evidence, force=force)
