@@ -205,7 +205,7 @@ class Sampler:
 
     def _model(self, seed: int) -> BaseSampler:
         if self.name == "gp":
-            return optuna.samplers.GPSampler(seed=seed, n_startup_trials=self.startup)
+            return optuna.samplers.GPSampler(seed=seed, n_startup_trials=self.startup, warn_independent_sampling=False)
         return optuna.samplers.TPESampler(
             seed=seed, n_startup_trials=self.startup, multivariate=True, group=True, constant_liar=True
         )
