@@ -120,7 +120,8 @@ def _figures(record: TrialRecord) -> tuple[str, str]:
 
 def _summary(record: TrialRecord, row: Row) -> str:
     if record.status in ("failed", "pruned", "reused"):
-        return f"{row.phase} - {record.reason}"
+        why = record.reason or f"the same as trial {record.reused_from}"
+        return f"{row.phase} ({why})"
     names = " / ".join(level.level.key for level in record.measurement.levels) if record.measurement else ""
     accept = f", accept length {row.accept_length}" if row.accept_length else ""
     return f"{row.phase}: {row.throughput} tok/s ({names}){accept}, {row.seconds:.0f} s"

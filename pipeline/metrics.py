@@ -200,6 +200,18 @@ def level_result(level: LoadLevel, windows: Sequence[Window]) -> LevelResult:
     )
 
 
+def with_accept_rate(levels: Iterable[LevelResult], num_draft_tokens: int | None) -> tuple[LevelResult, ...]:
+    """Fill in accept rates that the server did not count: SGLang's own formula, (length − 1) ÷ (draft tokens − 1)."""
+    if num_draft_tokens is None or num_draft_tokens < 2:
+        return tuple(levels)
+    return tuple(
+        level
+        if level.accept_rate is not None or level.accept_length is None
+        else level.model_copy(update={"accept_rate": (level.accept_length - 1) / (num_draft_tokens - 1)})
+        for level in levels
+    )
+
+
 def _speculation(windows: Sequence[Window]) -> dict[str, Any]:
     found = [spec_counters(window) for window in windows]
     counters = [spec for spec in found if spec is not None]

@@ -166,7 +166,7 @@ class Adapter(TuneSearcher):
         self._proposer, self._desk, self._slots = proposer, desk, slots
         self._began, self._stop_after_s = time.monotonic(), stop_after_s
         self._live: dict[str, Proposal] = {}
-        self._longest_s = 0.0
+        self._last_s = 0.0  # what the next trial may take
         self._fault: Exception | None = None
         self.done: str | None = None  # why the study is over
         self.halted: str | None = None  # why this driver stopped before that
@@ -195,7 +195,7 @@ class Adapter(TuneSearcher):
     def _out_of_time(self) -> bool:
         if self._stop_after_s is None:
             return False
-        return time.monotonic() - self._began + self._longest_s > self._stop_after_s
+        return time.monotonic() - self._began + self._last_s > self._stop_after_s
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Show the phase that a trial has entered."""
@@ -230,7 +230,7 @@ class Adapter(TuneSearcher):
         else:
             outcome = Outcome(self._desk.lost(proposal, (result or {}).get("crash")))
         record = self._desk.judged(outcome)
-        self._longest_s = max(self._longest_s, sum(record.phases_s.values()))
+        self._last_s = sum(record.phases_s.values())
         self._desk.keep(record)
         self._proposer.observe(record)
         if record.failure is not None and record.failure.failure_class is FailureClass.TEARDOWN:

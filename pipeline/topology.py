@@ -68,13 +68,15 @@ def _visible(lib: Any) -> dict[int, Any]:
 
 def _peer_access(lib: Any, handles: list[Any]) -> bool | None:
     """True when every pair can read each other's memory; None for one GPU, or when the driver does not say."""
-    pairs = [
-        nvml.attempt(lib, lib.nvmlDeviceGetP2PStatus, a, b, lib.NVML_P2P_CAPS_INDEX_READ)
-        for a, b in combinations(handles, 2)
-    ]
+    # Some releases of the bindings write these constants with a comma behind: tuples.
+    read, fine = (
+        value[0] if isinstance(value, tuple) else value
+        for value in (lib.NVML_P2P_CAPS_INDEX_READ, lib.NVML_P2P_STATUS_OK)
+    )
+    pairs = [nvml.attempt(lib, lib.nvmlDeviceGetP2PStatus, a, b, read) for a, b in combinations(handles, 2)]
     if not pairs or None in pairs:
         return None
-    return all(status == lib.NVML_P2P_STATUS_OK for status in pairs)
+    return all(status == fine for status in pairs)
 
 
 def _link(lib: Any, handles: list[Any]) -> Literal["nvlink", "pcie"] | None:

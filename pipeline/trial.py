@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from pipeline.config import EngineConfig
 from pipeline.errors import EngineError, MeasurementError, TeardownError
 from pipeline.lossless import GreedyOutput, Reference, compare
-from pipeline.metrics import objective
+from pipeline.metrics import objective, with_accept_rate
 from pipeline.records import (
     Failure,
     FailureClass,
@@ -149,10 +149,11 @@ def _figures(request: TrialRequest, measured: Measured) -> dict[str, Any]:
     """Status, measurement and notes; a trial stopped early has levels, and no value of the objective."""
     stopped = next((note for note in measured.notes if note.startswith("stopped early")), None)
     value = None if stopped else objective(measured.levels, request.objective.goals[0])
+    levels = with_accept_rate(measured.levels, getattr(request.config.speculation, "num_draft_tokens", None))
     return {
         "status": "stopped" if stopped else "ok",
         "reason": stopped,
-        "measurement": Measurement(levels=measured.levels, objective=value),
+        "measurement": Measurement(levels=levels, objective=value),
         "notes": measured.notes,
     }
 

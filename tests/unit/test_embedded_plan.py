@@ -17,7 +17,9 @@ def config(**fields: Any) -> EngineConfig:
     return EngineConfig.model_validate({"engine": "embedded", "model": "smollm2-135m"} | fields)
 
 
-COMMON = "-m serve.embedded.server --model-path smollm2-135m --served-model-name smollm2-135m --host 127.0.0.1 --port 4000 "
+COMMON = (
+    "-m serve.embedded.server --model-path smollm2-135m --served-model-name smollm2-135m --host 127.0.0.1 --port 4000 "
+)
 STANDALONE = {"algorithm": "STANDALONE", "draft_model": "smollm2-student"}
 
 

@@ -176,3 +176,12 @@ def test_limits_are_judged_at_the_worst_level_and_unknown_is_not_held() -> None:
 def test_every_metric_can_be_read_from_one_repeat(metric: str) -> None:
     value = metrics.window_metric(Window(tuple(trace(i) for i in range(20))), metric)
     assert value is not None and value > 0
+
+
+def test_an_accept_rate_that_the_server_did_not_count_follows_from_the_length() -> None:
+    plain = level()
+    counted = plain.model_copy(update={"accept_length": 2.5, "accept_rate": 0.9})
+    uncounted = plain.model_copy(update={"accept_length": 2.5})
+    found = metrics.with_accept_rate([plain, counted, uncounted], num_draft_tokens=4)
+    assert [result.accept_rate for result in found] == [None, 0.9, 0.5]
+    assert metrics.with_accept_rate([uncounted], None) == (uncounted,)

@@ -45,8 +45,8 @@ def test_a_dimension_is_dead_only_where_the_machine_is_known(tmp_path: Path) -> 
 def test_a_waste_of_time_is_seen_before_it_begins(tmp_path: Path) -> None:
     space = _space(tmp_path, "    mem_fraction_static: [0.5, 0.6, 0.7]\n")
     plan = plan_search(space, seconds_per_launch=120)
-    # the baseline states no fraction; 3 - 1 more to search, 3 to ablate, 2 rounds of 3 to confirm
-    assert plan.launches == 1 + 2 + 3 + 6
+    # the baseline states no fraction; 3 - 1 more to search, 3 to ablate, rounds of 3 to confirm
+    assert plan.launches == 1 + 2 + 3 + 3 * space.search.confirm_rounds
     assert plan.hours == pytest.approx(plan.launches * 120 / 3600)
     assert plan_search(space).seconds_per_launch > 90
 

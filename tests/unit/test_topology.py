@@ -23,7 +23,8 @@ class FakeNvml:
     class NVMLError(Exception):
         pass
 
-    NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK, NVML_NVLINK_MAX_LINKS = 0, 0, 2
+    # A tuple, as nvidia-ml-py has it: passed on as it is, ctypes refuses it.
+    NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK, NVML_NVLINK_MAX_LINKS = (0,), 0, 2
     NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
     nvmlClocksThrottleReasonGpuIdle, nvmlClocksThrottleReasonSwPowerCap = 1, 4  # noqa: N815
 
@@ -53,6 +54,7 @@ class FakeNvml:
         return (9, 0)
 
     def nvmlDeviceGetP2PStatus(self, a: int, b: int, what: int) -> int:  # noqa: N802
+        assert isinstance(what, int)
         return 0 if self.peers else 5
 
     def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:  # noqa: N802
