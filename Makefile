@@ -18,7 +18,6 @@ $(VENV)/.ready: requirements/cpu.lock pyproject.toml
 	touch $@
 
 tune: setup
-	$(BIN)/python -m pipeline.models smollm2-135m smollm2-student
 	$(BIN)/python -m pipeline.tune $(SPACE) $(ARGS)
 
 test: setup lint types locks tests
