@@ -198,3 +198,18 @@ def test_baseline_winner_and_the_best_of_each_algorithm_are_profiled(tmp_path: P
     assert any(r.role == "baseline" for r in chosen)
     assert WINNER.config in {r.config for r in chosen}
     assert len({r.config_id for r in chosen}) == len(chosen) <= 6
+
+
+@pytest.mark.parametrize(
+    ("trace", "target", "draft"),
+    [("baseline-nvlink.TP-0", (61, 1), (0, 0)), ("eagle3-pcie.TP-0", (61, 1), (9, 3))],
+)
+def test_real_traces_of_two_gpus_hold_what_the_model_must_send(
+    trace: str, target: tuple[int, int], draft: tuple[int, int]
+) -> None:
+    """30 layers: two all-reduces each, one for the embedding, one all-gather of the logits; a draft sends its own."""
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu2" / "traces" / f"{trace}.trace.json.gz"
+    profile = parse(load_trace(path), rank="TP-0")
+    assert (profile.all_reduces, profile.all_gathers) == target
+    assert (profile.draft_all_reduces, profile.draft_all_gathers) == draft
+    assert sum(profile.parts_ms.values()) == pytest.approx(profile.step_ms, rel=0.01)
