@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 
 from pipeline.config import DflashSpeculation, DraftModelSpeculation, EngineConfig, Frozen, NgramSpeculation
 from pipeline.errors import MeasurementError
@@ -120,7 +121,7 @@ def first_difference(known: GreedyOutput, answer: GreedyOutput, tolerance: float
         return None
     at = _common_prefix(known.text, answer.text)
     token = _token_at(known.tokens, at)
-    margin = known.margins[token] if known.margins and token is not None and token < len(known.margins) else None
+    margin = _margin(known, token, at)
     numerics = tolerance is not None and margin is not None and margin <= tolerance
     return PromptDiff(
         prompt_id=known.prompt_id,
@@ -128,6 +129,21 @@ def first_difference(known: GreedyOutput, answer: GreedyOutput, tolerance: float
         margin=margin,
         verdict="numerics" if numerics else "wrong",
     )
+
+
+def _margin(known: GreedyOutput, token: int | None, at: int) -> float | None:
+    """The smallest margin at which the other token may have been chosen; None where it is not known.
+
+    Only the other's text is known: a token of it may begin like the baseline's and go on differently (" " and "1"
+    against " p"). So every token from the start of the word that holds character `at` is a place of the flip.
+    """
+    if known.tokens is None or known.margins is None or token is None:
+        return None
+    start = next((i for i in range(at - 1, -1, -1) if known.text[i].isspace()), 0)
+    ends = accumulate(map(len, known.tokens))
+    first = next((i for i, end in enumerate(ends) if end > start), token)
+    margins = [margin for margin in known.margins[first : token + 1] if margin is not None]
+    return min(margins, default=None)
 
 
 def _common_prefix(a: str, b: str) -> int:

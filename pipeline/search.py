@@ -6,6 +6,7 @@ The proposer decides, the ledger remembers, Tune schedules. Tune's own state is 
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -98,6 +99,7 @@ def _attempt(proposal: Proposal, bench: Bench, on_phase: Callable[[str], None], 
     def measure(base_url: str, **hooks: Any) -> Any:
         measured = ruler.measure(base_url, baseline=proposal.role == "baseline", **hooks)
         _write_traces(folder, measured.windows)
+        (folder / "greedy.json").write_bytes(_GREEDY.dump_json(measured.greedy, indent=1))
         if bench.profile and (note := _profile(base_url, proposal.config, Path(bench.folder))):
             return replace(measured, notes=(*measured.notes, note))
         return measured
@@ -311,8 +313,14 @@ def run_search(adapter: Adapter, bench: Bench, storage: Path) -> None:
             trial_dirname_creator=lambda trial: f"trial-{trial.trial_id}",
         ),
         run_config=tune.RunConfig(
-            name="tune", storage_path=str(storage), verbose=0, failure_config=tune.FailureConfig(max_failures=0)
+            name="tune",
+            storage_path=str(storage.resolve()),
+            verbose=0,
+            failure_config=tune.FailureConfig(max_failures=0),
         ),
     )
-    tuner.fit()
+    try:
+        tuner.fit()
+    finally:
+        shutil.rmtree(storage / "tune", ignore_errors=True)  # Tune's own state, which nothing reads back
     adapter.raise_fault()

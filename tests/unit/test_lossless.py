@@ -183,3 +183,17 @@ def test_ceilings_follow_each_algorithms_own_count() -> None:
 )
 def test_loops_are_patterns_repeated_at_the_end(text: str, looping: bool) -> None:
     assert loops(text) is looping
+
+
+def test_a_flip_is_looked_for_in_the_whole_word_since_only_text_tells_where_the_other_went() -> None:
+    """Seen on two GPUs: " " + "1 teaspoon" against " pinch": the flip was at the space, a near-tie, not at the "1"."""
+    known = GreedyOutput(
+        prompt_id="p", text="salt, 1 teaspoon", tokens=("salt", ",", " ", "1", " teaspoon"),
+        margins=(3.0, 2.25, 0.125, 1.375, 2.6),
+    )  # fmt: skip
+    near = first_difference(known, GreedyOutput(prompt_id="p", text="salt, pinch"), tolerance=0.25)
+    assert near is not None
+    assert (near.margin, near.verdict) == (0.125, "numerics")
+    clear = first_difference(known, GreedyOutput(prompt_id="p", text="salt, 1 spoon"), tolerance=0.25)
+    assert clear is not None
+    assert (clear.margin, clear.verdict) == (2.6, "wrong")
