@@ -26,6 +26,7 @@ from pipeline.lossless import GreedyOutput, Reference
 from pipeline.proposer import Done, Proposal, Proposer, Wait
 from pipeline.readback import read_back
 from pipeline.records import Failure, FailureClass, Topology, TrialRecord
+from pipeline.reporting.command import pasteable
 from pipeline.ruler import MeasurePlan, Ruler
 from pipeline.spec import Limits, ObjectiveSpec
 from pipeline.store import Study
@@ -168,6 +169,7 @@ class Adapter(TuneSearcher):
         self._proposer, self._desk, self._slots = proposer, desk, slots
         self._began, self._stop_after_s = time.monotonic(), stop_after_s
         self._live: dict[str, Proposal] = {}
+        self._started: dict[str, float] = {}
         self._last_s = 0.0  # what the next trial may take
         self._fault: Exception | None = None
         self.done: str | None = None  # why the study is over
@@ -190,7 +192,7 @@ class Adapter(TuneSearcher):
             return TuneSearcher.FINISHED
         if isinstance(answer, Wait):
             return None
-        self._live[trial_id] = answer
+        self._live[trial_id], self._started[trial_id] = answer, time.monotonic()
         self._desk.started(answer, self._proposer.launches_left())
         return {"proposal": answer}
 
@@ -209,8 +211,9 @@ class Adapter(TuneSearcher):
         proposal = self._live.pop(trial_id, None)
         if proposal is None:
             return
+        wall_s = time.monotonic() - self._started.pop(trial_id)
         try:
-            self._take_in(proposal, result)
+            self._take_in(proposal, result, wall_s)
         except Exception as fault:
             self._fault, self.halted = fault, f"trial {proposal.number} could not be recorded: {fault}"
 
@@ -223,7 +226,7 @@ class Adapter(TuneSearcher):
         if self._fault is not None:
             raise self._fault
 
-    def _take_in(self, proposal: Proposal, result: dict[str, Any] | None) -> None:
+    def _take_in(self, proposal: Proposal, result: dict[str, Any] | None, wall_s: float) -> None:
         """Judge and keep the record; a trial that died without one gets one that says so."""
         if result and "record" in result:
             outcome = Outcome(
@@ -231,7 +234,7 @@ class Adapter(TuneSearcher):
             )
         else:
             outcome = Outcome(self._desk.lost(proposal, (result or {}).get("crash")))
-        record = self._desk.judged(outcome)
+        record = _with_rest(self._desk.judged(outcome), wall_s)
         self._last_s = sum(record.phases_s.values())
         self._desk.keep(record)
         self._proposer.observe(record)
@@ -247,6 +250,12 @@ class Adapter(TuneSearcher):
 
     def restore(self, checkpoint_path: str) -> None:
         """Nothing: the ledger is the state."""
+
+
+def _with_rest(record: TrialRecord, wall_s: float) -> TrialRecord:
+    """The record with what no phase accounts for: Tune, the trial's process, the judgement."""
+    rest = max(0.0, wall_s - sum(record.phases_s.values()))
+    return record.model_copy(update={"phases_s": {**record.phases_s, "rest": rest}})
 
 
 @dataclass
@@ -270,6 +279,8 @@ class Desk:
     def keep(self, record: TrialRecord) -> None:
         """The ledger first; whatever else wants the record afterwards."""
         self.study.append(record)
+        if record.launch is not None:
+            (self.study.trial_dir(record.number) / "launch.sh").write_text(pasteable(record.launch) + "\n")
         for keeper in self.keepers:
             keeper(record)
 

@@ -10,13 +10,13 @@ import logging
 import math
 import os
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.mlflow_view import summary_metrics, summary_params, view_tag
 from pipeline.records import Distribution, LevelResult, TrialRecord
+from pipeline.reporting.command import pasteable
 from pipeline.store import RUNS, Study
 
 if TYPE_CHECKING:
@@ -277,16 +277,8 @@ def note(record: TrialRecord) -> str:
     if record.reason:
         lines.append(f"\n{record.reason}")
     if record.launch is not None:
-        lines.append(f"\n```\n{launch_text(record)}```")
+        lines.append(f"\n```\n{pasteable(record.launch)}\n```")
     return "\n".join(lines)
-
-
-def launch_text(record: TrialRecord) -> str:
-    """The exact command and environment, as a script to paste."""
-    if record.launch is None:
-        return ""
-    env = "".join(f"{name}={shlex.quote(value)} \\\n" for name, value in record.launch.env.items())
-    return f"{env}{shlex.join(record.launch.argv)}\n"
 
 
 def main(study: str, uri: str | None = None) -> None:
