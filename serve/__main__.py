@@ -60,11 +60,16 @@ def _serve(service: Any, stop: threading.Event) -> None:
     from ray import serve
     from ray.serve.config import HTTPOptions
 
+    from pipeline.topology import probe
     from serve.switching import put_in_service
 
     shape = service.shape
     # The slot lets `pipeline.promote --address auto` measure on this cluster.
-    ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False, resources={"engine_slot": 1})
+    resources = {"engine_slot": 1}
+    ray.init(
+        include_dashboard=False, log_to_driver=False, configure_logging=False, resources=resources,
+        num_gpus=probe().gpu_count,
+    )  # fmt: skip
     try:
         serve.start(http_options=HTTPOptions(host=shape.host, port=shape.port))
         typer.echo(f"starting {service.spec.config.words()} ({service.spec.config.model}) …")
