@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,6 +29,7 @@ class Study:
         self.folder = folder
         self.ledger = folder / "records.jsonl"
         self._lock: TextIO | None = None
+        self._facts_lock = threading.Lock()
 
     @classmethod
     def create(cls, name: str, space_file: Path, facts: dict[str, Any], root: Path = RUNS) -> Study:
@@ -76,6 +78,11 @@ class Study:
         """Replace `study.json` whole."""
         _replace(self.folder / "study.json", json.dumps(facts, indent=2))
 
+    def add_facts(self, **found: Any) -> None:
+        """Add to `study.json`, or replace there; the driver and the tracker's thread may both do so."""
+        with self._facts_lock:
+            self.write_facts({**self.facts, **found})
+
     def trial_dir(self, number: int) -> Path:
         """The folder of a trial's log, launch and traces; made when asked for."""
         folder = self.folder / "trials" / f"{number:03d}"
@@ -83,12 +90,12 @@ class Study:
         return folder
 
     def append(self, record: TrialRecord) -> None:
-        """Add a record to the ledger; it is on the disk when this returns."""
-        line = record.model_dump_json(exclude_defaults=False)
-        with self.ledger.open("a") as ledger:
-            ledger.write(line + "\n")
-            ledger.flush()
-            os.fsync(ledger.fileno())
+        """Add a record to the ledger; it is on the disk when this returns.
+
+        Raises:
+            OSError: the disk does not take it; the ledger is as it was.
+        """
+        _append(self.ledger, record.model_dump_json().encode() + b"\n")
         _replace(self.trial_dir(record.number) / "record.json", record.model_dump_json(indent=2))
 
     def records(self) -> list[TrialRecord]:
@@ -153,6 +160,19 @@ def _fresh(root: Path, name: str) -> Path:
             continue
         return folder
     raise InputError(f"too many studies named {name} under {root}")
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Write and sync a whole line or nothing: half a line would spoil the one that follows."""
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            while line:
+                line = line[file.write(line) :]
+            os.fsync(file.fileno())
+        except BaseException:
+            file.truncate(before)
+            raise
 
 
 def _replace(path: Path, text: str) -> None:

@@ -109,8 +109,7 @@ class MlflowTracker:
         assert self._client is not None
         run = self._client.create_run(experiment, tags=tags)
         self._client.log_artifact(run.info.run_id, str(self._study.space_file))
-        found = {"mlflow_run_id": run.info.run_id, "mlflow_uri": self.uri, "mlflow_experiment_id": experiment}
-        self._study.write_facts({**facts, **found})
+        self._study.add_facts(mlflow_run_id=run.info.run_id, mlflow_uri=self.uri, mlflow_experiment_id=experiment)
         return str(run.info.run_id)
 
     def _log_trial(self, record: TrialRecord) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,20 @@ def test_a_line_cut_short_by_a_crash_is_no_record_and_spoils_nothing(study: Stud
     assert [r.number for r in study.records()] == [0, 1]
 
 
+def test_a_full_disk_leaves_the_ledger_as_it_was(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    study.append(record(0, CONFIG, 10.0))
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", _no_space)
+        with pytest.raises(OSError, match="No space"):
+            study.append(record(1, CONFIG, 11.0))
+    study.append(record(2, CONFIG, 12.0))
+    assert [r.number for r in study.records()] == [0, 2]
+
+
+def _no_space(_: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_a_spoiled_line_names_file_and_line(study: Study) -> None:
     study.ledger.write_text('{"study": 1}\n')
     with pytest.raises(InputError, match=r"records\.jsonl:1"):
@@ -70,5 +85,5 @@ def test_one_driver_a_study(study: Study) -> None:
 
 def test_finished_studies_are_those_that_say_so(study: Study) -> None:
     assert finished_studies(study.folder.parent) == []
-    study.write_facts({"finished": True, "model": "m"})
+    study.add_facts(finished=True, model="m")
     assert finished_studies(study.folder.parent) == [{"finished": True, "model": "m"}]
