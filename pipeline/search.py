@@ -32,11 +32,14 @@ from pipeline.spec import Limits, ObjectiveSpec
 from pipeline.store import Study
 from pipeline.tokens import token_counter
 from pipeline.trial import Outcome, TrialRequest, judge, run_trial
-from serve.deployment import Deployed, EngineOptions, delete_app, stale_apps
+from serve.deployment import TAKEN_AWAY, Deployed, EngineOptions, delete_app, stale_apps
 from serve.engines.logs import second_try
 from serve.process import reap
 
 log = logging.getLogger(__name__)
+
+OWNER_S = 30.0  # a worker whose driver was killed notices and ends within seconds
+SWEEP_S = 300.0
 
 _GREEDY = TypeAdapter(tuple[GreedyOutput, ...])
 
@@ -56,34 +59,55 @@ class Bench:
 
     def trial_dir(self, number: int) -> Path:
         """The trial's folder on the node where it runs."""
-        return Path(self.folder) / "trials" / f"{number:03d}"
+        return self.trials / f"{number:03d}"
 
+    @property
+    def trials(self) -> Path:
+        """The folder of all trials' folders."""
+        return Path(self.folder) / "trials"
 
-def app_prefix(study: str) -> str:
-    """What the names of all of a study's Serve applications begin with."""
-    return f"trial-{study}-"
+    @property
+    def apps(self) -> str:
+        """What the names of this study's Serve applications begin with, and no other study's on a shared cluster."""
+        return f"trial-{self.study}-{self.plan.salt}-"
+
+    def app(self, number: int) -> str:
+        """What the names of a trial's Serve applications begin with; a second try has one of its own."""
+        return f"{self.apps}{number:03d}"
 
 
 def run_proposal(proposal: Proposal, bench: Bench, on_phase: Callable[[str], None]) -> Outcome:
     """Run one proposal in this process; failures worth it get one second try, with what changed recorded."""
     outcome = _attempt(proposal, bench, on_phase)
     failure = outcome.record.failure
-    again = second_try(proposal.config, failure) if failure is not None else None
+    again = _again(proposal, failure) if failure is not None else None
     if again is None or failure is None:
         return outcome
     config, changed = again
     on_phase(f"second try after {failure.failure_class}")
     retried = _attempt(replace(proposal, config=config), bench, on_phase, suffix="retry")
-    note = f"second try after {failure.text()}; changed: {changed}"
-    notes = (*retried.record.notes, note)
-    return replace(retried, record=retried.record.model_copy(update={"notes": notes}))
+    update = {
+        "notes": (*retried.record.notes, f"second try after {failure.text()}; changed: {changed}"),
+        "phases_s": {"first_try": sum(outcome.record.phases_s.values()), **retried.record.phases_s},
+    }
+    return replace(retried, record=retried.record.model_copy(update=update))
+
+
+def _again(proposal: Proposal, failure: Failure) -> tuple[EngineConfig, str] | None:
+    """What to launch a second time, and what changed; None when it is not worth it.
+
+    Ablation and confirmation compare configurations: another one than was asked for would answer nothing.
+    """
+    again = second_try(proposal.config, failure) if failure.phase != TAKEN_AWAY else None
+    if again is None or (again[0] != proposal.config and proposal.role not in ("baseline", "seed", "search")):
+        return None
+    return again
 
 
 def _attempt(proposal: Proposal, bench: Bench, on_phase: Callable[[str], None], suffix: str = "") -> Outcome:
     folder = bench.trial_dir(proposal.number) / suffix
     options = EngineOptions(str(folder), bench.limits)
-    name = f"{app_prefix(bench.study)}{proposal.number:03d}{suffix}"
-    engine = Deployed(proposal.config, options, app_name=name)
+    engine = Deployed(proposal.config, options, app_name=bench.app(proposal.number) + suffix)
     ruler = Ruler(bench.plan, count_tokens=token_counter(proposal.config.model))
     request = TrialRequest(
         study=bench.study,
@@ -149,16 +173,24 @@ def trainable(config: dict[str, Any], bench: Bench) -> None:
     tune.report({"record": outcome.record.model_dump_json(), "greedy": greedy})
 
 
-def sweep(bench: Bench, nodes: Sequence[str]) -> None:
-    """Take down whatever engines of this study are left, on every node: applications, then processes."""
-    for name in stale_apps(app_prefix(bench.study)):
-        delete_app(name)
-    clean = ray.remote(num_cpus=0)(_reap_trials)
-    ray.get([clean.options(resources={f"node:{node}": 0.001}).remote(bench.folder) for node in nodes], timeout=300)
+def sweep(bench: Bench, nodes: Sequence[str], number: int | None = None) -> list[str]:
+    """Take down the engines of a study, or of one trial, on every node; return what is left, in words."""
+    prefix, folder = (bench.apps, bench.trials) if number is None else (bench.app(number), bench.trial_dir(number))
+    clean = ray.remote(num_cpus=0)(_reap)
+    try:
+        left = [f"Ray Serve still has {name}" for name in stale_apps(prefix) if not delete_app(name)]
+        asked = [clean.options(resources={f"node:{node}": 0.001}).remote(str(folder)) for node in nodes]
+        return left + [problem for found in ray.get(asked, timeout=SWEEP_S) for problem in found]
+    except ray.exceptions.RayError as error:
+        return [f"engines that could not be looked for: {type(error).__name__}: {error}"]
 
 
-def _reap_trials(folder: str) -> None:
-    reap(Path(folder) / "trials")
+def _reap(folder: str) -> list[str]:
+    """On a node: end engines without an owner; an owner that is just going gets the time to."""
+    deadline = time.monotonic() + OWNER_S
+    while (left := reap(folder)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return left
 
 
 class Adapter(TuneSearcher):
@@ -264,6 +296,7 @@ class Desk:
 
     study: Study
     bench: Bench
+    nodes: Sequence[str]
     keepers: Sequence[Callable[[TrialRecord], None]]
     on_start: Callable[[Proposal, int | None], None]
     on_phase: Callable[[Proposal, str], None]
@@ -292,14 +325,15 @@ class Desk:
         return judge(outcome, Reference.model_validate_json(text) if text else None)
 
     def lost(self, proposal: Proposal, crash: str | None = None) -> TrialRecord:
-        """The record of a trial whose own process failed or died; its application is taken down."""
-        delete_app(f"{app_prefix(self.bench.study)}{proposal.number:03d}")
+        """The record of a trial whose own process failed or died; its engine is taken down."""
         lines = tuple((crash or "the trial's own process died before it could report").strip().splitlines())
-        kind = FailureClass.CRASH if crash else FailureClass.KILLED
-        failure = Failure(failure_class=kind, cause=lines[-1], phase="trial", log_tail=lines[-40:])
+        kind, cause = FailureClass.CRASH if crash else FailureClass.KILLED, lines[-1]
+        if left := sweep(self.bench, self.nodes, proposal.number):
+            kind, cause = FailureClass.TEARDOWN, f"{cause}; left: {'; '.join(left)}"
+        failure = Failure(failure_class=kind, cause=cause, phase="trial", log_tail=lines[-40:])
         return TrialRecord(
             study=self.bench.study, number=proposal.number, role=proposal.role, status="failed",
-            config=proposal.config, config_id=proposal.config_id, params=dict(proposal.params), reason=lines[-1],
+            config=proposal.config, config_id=proposal.config_id, params=dict(proposal.params), reason=cause,
             failure=failure, topology=self.bench.topology, **{**self.bench.facts, **proposal.facts},
         )  # fmt: skip
 

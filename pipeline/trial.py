@@ -121,7 +121,7 @@ def run_trial(
     except MeasurementError as error:
         facts |= _failed(Failure(failure_class=FailureClass.MEASUREMENT, cause=str(error), phase="measure"))
     except TeardownError as error:
-        facts |= _failed(Failure(failure_class=FailureClass.TEARDOWN, cause=str(error), phase="teardown"))
+        facts |= _failed(Failure(failure_class=FailureClass.TEARDOWN, cause=_with_first(error), phase="teardown"))
     facts |= {"launch": engine.launch, "resolved": engine.resolved, "teardown": engine.teardown}
     if engine.launch is not None and engine.resolved:
         facts |= read_back(request.config, engine.resolved, engine.launch.log_path)
@@ -156,6 +156,12 @@ def _figures(request: TrialRequest, measured: Measured) -> dict[str, Any]:
         "measurement": Measurement(levels=levels, objective=value),
         "notes": measured.notes,
     }
+
+
+def _with_first(error: TeardownError) -> str:
+    """What is left, and what the engine had died of before, if it had."""
+    first = error.__context__
+    return f"{error}; before that: {first}" if isinstance(first, EngineError | MeasurementError) else str(error)
 
 
 def _failed(failure: Failure) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def _serve(service: Any, stop: threading.Event) -> None:
 
     shape = service.shape
     # The slot lets `pipeline.promote --address auto` measure on this cluster.
-    resources = {"engine_slot": 1}
+    resources: dict[str, float] = {"engine_slot": 1}
     ray.init(
         include_dashboard=False, log_to_driver=False, configure_logging=False, resources=resources,
         num_gpus=probe().gpu_count,

@@ -26,6 +26,9 @@ from serve.engines import plan
 from serve.process import EngineProcess, free_port, reap
 
 POLL_S = 0.1
+DELETE_S = 120.0  # Serve takes an application away; its controller may have to come back first
+TAKEN_AWAY = "taken away"  # a failure's phase: somebody deleted the application, so nothing is to be tried again
+_NO_ANSWER = (ray.exceptions.RayError, serve.exceptions.RayServeException, TimeoutError)
 PLACEMENT_S = 120.0  # Serve finds a place and starts the replica's process, before the engine starts
 
 
@@ -145,7 +148,7 @@ class Deployed:
 
     def check(self) -> None:
         """Raise the engine's failure, if it has one."""
-        failure = _ask(self._replica.check.remote(), self.options.folder)
+        failure = self._ask("check")
         if failure is not None:
             raise EngineError(failure)
 
@@ -153,9 +156,10 @@ class Deployed:
         try:
             with timed(self.phases_s, "deploy"):
                 self._replica = _deploy(application(self.config, self.options), self.app_name)
-                self.launch = _await_state(self._replica, self.options, self.app_name)["launch"]
+                _await_place(self.options, self.app_name)
+                self.launch = self._ask("state")["launch"]
             with timed(self.phases_s, "ready"):
-                self.resolved = _await_ready(self._replica, self.options)
+                self.resolved = self._await_ready()
         except BaseException:
             self._take_down()
             raise
@@ -163,6 +167,32 @@ class Deployed:
 
     def __exit__(self, *_: object) -> None:
         self._take_down()
+
+    def _await_ready(self) -> dict[str, Any]:
+        while True:
+            state = self._ask("state")
+            if state["failure"] is not None:
+                raise EngineError(state["failure"])
+            if state["resolved"] is not None:
+                resolved: dict[str, Any] = state["resolved"]
+                return resolved
+            time.sleep(POLL_S)  # the engine process keeps its own deadlines
+
+    def _ask(self, method: str) -> Any:
+        """The replica's answer, or an EngineError when the replica itself is gone."""
+        try:
+            return getattr(self._replica, method).remote().result(timeout_s=60)
+        except _NO_ANSWER as error:
+            raise EngineError(self._gone(error)) from error
+
+    def _gone(self, error: Exception) -> Failure:
+        status = _status(self.app_name)
+        if status is None or status.status == "DELETING":
+            cause, phase = "the engine's Serve application was taken away, or Serve with it", TAKEN_AWAY
+        else:
+            cause = f"the engine's Serve replica does not answer: {type(error).__name__}"
+            phase = "measure" if self.resolved else "launch"
+        return Failure(failure_class=FailureClass.KILLED, cause=cause, phase=phase, log_path=self.options.folder)
 
     def _take_down(self) -> None:
         with timed(self.phases_s, "teardown"):
@@ -203,21 +233,31 @@ def application(config: EngineConfig, options: EngineOptions, **deployment_optio
 
 def _deploy(app: serve.Application, name: str) -> Any:
     target = serve.RunTarget(app, name=name, route_prefix=None)
-    (handle,) = serve.run_many([target], wait_for_applications_running=False)
+    try:
+        (handle,) = serve.run_many([target], wait_for_applications_running=False)
+    except _NO_ANSWER as error:
+        cause = f"Ray Serve did not take the application: {error}"
+        raise EngineError(Failure(failure_class=FailureClass.UNREADY, cause=cause, phase="deploy")) from error
     return handle
 
 
-def _await_state(replica: Any, options: EngineOptions, app_name: str) -> dict[str, Any]:
-    """Wait until the replica's process answers; say why it could not be placed otherwise."""
+def _status(name: str) -> Any:
+    """An application's status; None when there is none, or when Serve's controller is not there just now."""
+    try:
+        return serve.status().applications.get(name)
+    except _NO_ANSWER:
+        return None
+
+
+def _await_place(options: EngineOptions, app_name: str) -> None:
+    """Wait until the replica's process runs; say why it could not be placed otherwise."""
     deadline = time.monotonic() + PLACEMENT_S
     while True:
-        status = serve.status().applications.get(app_name)
-        running = status is not None and status.status == "RUNNING"
-        if running:
-            state: dict[str, Any] = _ask(replica.state.remote(), options.folder)
-            return state
-        failed = status is not None and status.status in ("DEPLOY_FAILED", "UNHEALTHY")
-        if failed or time.monotonic() > deadline:
+        status = _status(app_name)
+        state = status.status if status is not None else None
+        if state == "RUNNING":
+            return
+        if state in ("DEPLOY_FAILED", "UNHEALTHY") or time.monotonic() > deadline:
             raise EngineError(_not_placed(status, options))
         time.sleep(POLL_S)
 
@@ -228,26 +268,6 @@ def _not_placed(status: Any, options: EngineOptions) -> Failure:
     return Failure(failure_class=FailureClass.UNREADY, cause=cause, phase="deploy", log_path=options.folder)
 
 
-def _await_ready(replica: Any, options: EngineOptions) -> dict[str, Any]:
-    while True:
-        state = _ask(replica.state.remote(), options.folder)
-        if state["failure"] is not None:
-            raise EngineError(state["failure"])
-        if state["resolved"] is not None:
-            resolved: dict[str, Any] = state["resolved"]
-            return resolved
-        time.sleep(POLL_S)  # the engine process keeps its own deadlines
-
-
-def _ask(response: Any, log_path: str) -> Any:
-    """The replica's answer, or an EngineError when the replica itself is gone."""
-    try:
-        return response.result(timeout_s=60)
-    except (ray.exceptions.RayError, serve.exceptions.RayServeException, TimeoutError) as error:
-        cause = f"the engine's Serve replica does not answer: {type(error).__name__}"
-        raise EngineError(Failure(failure_class=FailureClass.KILLED, cause=cause, log_path=log_path)) from error
-
-
 def _take_down(replica: Any, options: EngineOptions, app_name: str) -> TeardownProof:
     """Stop the engine in its replica, delete the application, then look again from outside."""
     began = time.monotonic()
@@ -256,17 +276,16 @@ def _take_down(replica: Any, options: EngineOptions, app_name: str) -> TeardownP
         wait_s = options.limits.stop_s + options.limits.proof_s + 30
         try:
             proof = replica.stop.remote().result(timeout_s=wait_s)
-        except (ray.exceptions.RayError, serve.exceptions.RayServeException, TimeoutError):
+        except _NO_ANSWER:
             proof = None  # the replica died; the lease tells what it left
-    delete_app(app_name)
+    gone = delete_app(app_name)
     left = reap(Path(options.folder))
     proof = proof or TeardownProof(group_dead=True, ports_free=True, seconds=0.0, notes=("by its lease",))
-    gone = app_name not in serve.status().applications
     update: Mapping[str, Any] = {
         "app_gone": gone,
         "group_dead": proof.group_dead and not left,
         "seconds": time.monotonic() - began,
-        "notes": proof.notes + tuple(left),
+        "notes": proof.notes + tuple(left) + (() if gone else (f"Ray Serve still has {app_name}",)),
     }
     return proof.model_copy(update=update)
 
@@ -279,10 +298,18 @@ def start_serve() -> None:
     serve.start(proxy_location="Disabled")
 
 
-def delete_app(name: str) -> None:
-    """Delete an application and wait until it is gone; fine when it, or Serve itself, never was."""
-    if name in stale_apps(name):
-        serve.delete(name)
+def delete_app(name: str) -> bool:
+    """Delete an application; True when it is gone, also when it, or Serve itself, never was."""
+    deadline = time.monotonic() + DELETE_S
+    while True:
+        try:
+            if name not in stale_apps(name):
+                return True
+            serve.delete(name)
+        except _NO_ANSWER:
+            time.sleep(POLL_S)
+        if time.monotonic() > deadline:
+            return False
 
 
 def stale_apps(prefix: str) -> list[str]:
