@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 SPACE ?= tune_spaces/verify.yaml
 ARGS ?=
+JOBS ?= 2
 BIN := $(VENV)/bin
 COMPILE := $(BIN)/uv pip compile -q --no-annotate --no-header
 
@@ -31,7 +32,8 @@ types:
 	$(BIN)/mypy
 
 tests:
-	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --cov-fail-under=80 $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10 \
+		--cov --cov-report=term:skip-covered --cov-fail-under=85 $(ARGS)
 
 # Both locked groups still resolve to what is locked; the second is never installed here.
 locks: setup
