@@ -133,7 +133,7 @@ class _Builder:
             architecture=self._architecture(),
             topology=self.section.topology,
             waived=self._waived(),
-            places=self._places(),
+            places=self._places(algorithms),
             **self._common(),
         )
         self._check_baseline(space)
@@ -181,7 +181,7 @@ class _Builder:
     def _lacks_algorithm(self, name: str) -> str | None:
         if self.engine == "embedded" and name not in _EMBEDDED_ALGORITHMS:
             return f"the embedded engine has no {name}"
-        given = {text.rpartition("=")[0] for text in self._given_drafts()}
+        given = {text.rpartition("=")[0] for text in self.overrides.drafts}
         other_model = self.overrides.model not in (None, self.section.model)
         foreign = other_model and name in self.section.draft_models and not given & {name, ""}
         return f"its draft was made for {self.section.model}; give --draft-model {name}=MODEL" if foreign else None
@@ -246,12 +246,17 @@ class _Builder:
                 raise self.document.unknown((self.engine, "draft_models", name), list(_CAN_DRAFT))
         found = dict(self.section.draft_models)
         drafting = [name for name in algorithms if name in _CAN_DRAFT]
-        for text in self._given_drafts():
+        for text in self.overrides.drafts:
             algorithm, _, model = text.rpartition("=")
+            if algorithm and algorithm not in _CAN_DRAFT:
+                raise InputError(
+                    f"{algorithm} takes no draft model", key="--draft-model",
+                    expected=f"one of {', '.join(_CAN_DRAFT)}", nearest=nearest(algorithm, _CAN_DRAFT),
+                )  # fmt: skip
             found[algorithm or _only(drafting, text)] = model
         return found
 
-    def _places(self) -> dict[str, tuple[str, int | None]]:
+    def _places(self, algorithms: tuple[str, ...]) -> dict[str, tuple[str, int | None]]:
         """Where each model is stated: file and line, or the flag."""
         keys: list[Key] = [("model",), *(("draft_models", name) for name in self.section.draft_models)]
         found: dict[str, tuple[str, int | None]] = {
@@ -259,12 +264,9 @@ class _Builder:
         }
         if self.overrides.model:
             found["model"] = ("--model", None)
-        given = [text.rpartition("=")[0] for text in self._given_drafts()]
-        return found | {f"draft_models.{name}": ("--draft-model", None) for name in given if name}
-
-    def _given_drafts(self) -> tuple[str, ...]:
-        given = self.overrides.draft_model or ()
-        return (given,) if isinstance(given, str) else given
+        given = {text.rpartition("=")[0] for text in self.overrides.drafts}
+        drafting = [name for name in _CAN_DRAFT if name in given or ("" in given and name in algorithms)]
+        return found | {f"draft_models.{name}": ("--draft-model", None) for name in drafting}
 
     def _tensor_parallel_size(self) -> int:
         if self.engine == "embedded":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -34,10 +35,21 @@ class Overrides:
         counts = [("--tensor-parallel-size", self.tensor_parallel_size), ("--trials", self.trials)]
         counts += [("--concurrency", count) for count in self.concurrency or ()]
         for flag, value in [*counts, ("--time-budget", self.hours)]:
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 raise InputError(f"{value} does not fit", key=flag, expected="a number above 0")
+        if self.seed is not None and not 0 <= self.seed < 2**32:
+            raise InputError(f"{self.seed} does not fit", key="--seed", expected="0 to 4294967295")
+        for flag, models in (("--model", (self.model,)), ("--draft-model", self.drafts)):
+            if any(model is not None and not model.rpartition("=")[2] for model in models):
+                raise InputError("no model is named", key=flag, expected="a folder, a hub id or a small model's name")
         _one_of("--engine", self.engine, ("auto", "sglang", "embedded"))
         _one_of("--sampler", self.sampler, get_args(SamplerName))
+
+    @property
+    def drafts(self) -> tuple[str, ...]:
+        """The draft models as they were given."""
+        given = self.draft_model or ()
+        return (given,) if isinstance(given, str) else given
 
 
 def _one_of(flag: str, value: str | None, valid: tuple[str, ...]) -> None:

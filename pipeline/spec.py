@@ -122,7 +122,7 @@ class SearchSpec(Frozen):
     """How points are chosen and confirmed."""
 
     sampler: SamplerName = "surrogate"  # benchmarks/search.py says why
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     budget: Budget = Budget(trials=20)
     startup_trials: PositiveInt = 3  # launches with figures before a model takes over from random points
     sglang_defaults: bool = True  # seed each algorithm's own default
