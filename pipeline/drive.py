@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import secrets
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import InputError
+from pipeline.errors import InputError, PreflightError
 from pipeline.live import Board
-from pipeline.store import Study
-from pipeline.tracking import MlflowTracker, NullTracker, Tracker, default_uri
+from pipeline.store import RUNS, Study, check_root
+from pipeline.tracking import InBackground, MlflowTracker, NullTracker, Tracker, check_uri, default_uri
 
 if TYPE_CHECKING:
     from pipeline.config import EngineConfig
@@ -56,33 +56,54 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """A study, and whether a person stopped it before its end."""
+    """A study, and how the command ends: 0, 130 when interrupted, 1 when nothing was measured or something is left."""
 
     study: Study
-    interrupted: bool
+    exit_code: int
 
 
 def drive(job: Job) -> Ended:
     """Run a study, or what is left of it, to its end; print and log the outcome.
 
-    An interrupt ends the trial in flight, takes its engine down and leaves a study that can be resumed.
+    An interrupt ends the trial in flight, takes its engine down and leaves a study that can be resumed. A study gets
+    its folder only when all is ready for its first trial.
     """
-    from pipeline.topology import preflight
+    from pipeline.cluster import cluster
 
-    study = _study(job)
+    check_root(job.runs)
+    check_uri(_tracking_uri(job))
+    resumed = _resumed(job) if job.resume is not None else None
     with Board(quiet=job.as_json) as board:
-        board.say(f"engine: {job.choice.engine} ({job.choice.reason})")
-        for name in job.space.dropped:
-            board.say(f"dropped: {name}")
-        for warning in preflight(job.gpus_per_trial, job.runs):
-            board.say(f"watch: {warning}")
-        fetch_models(job.space)
-        tracker = _tracker(job, study)
-        adapter = _run(job, study, board, tracker)
+        _prepare(job, board)
+        # Ray sets its own handler for SIGTERM: ours comes after it.
+        with cluster(job.address, job.topology.gpu_count) as nodes, interrupts() as hold:
+            study = resumed or _created(job)
+            board.say(f"study: {study.folder}")
+            tracker = _tracker(job, study)
+            adapter = _search(job, study, nodes, board, tracker, hold)
         if job.profile and adapter.done is not None and job.space.engine == "sglang":
             _profile(study, board)
-        _close(study, adapter, tracker, board)
-    return Ended(study, adapter.interrupted)
+        _close(job, study, adapter, tracker, board)
+    return Ended(study, _exit_code(study, adapter))
+
+
+def _exit_code(study: Study, adapter: Adapter) -> int:
+    if adapter.interrupted:
+        return 130
+    measured = any(record.status == "ok" for record in study.records())
+    return 1 if adapter.left or (adapter.done is not None and not measured) else 0
+
+
+def _prepare(job: Job, board: Board) -> None:
+    """Say what is going to run, look whether the machine is ready, have the weights here."""
+    from pipeline.topology import preflight
+
+    board.say(f"engine: {job.choice.engine} ({job.choice.reason})")
+    for name in job.space.dropped:
+        board.say(f"dropped: {name}")
+    for warning in preflight(job.gpus_per_trial, job.runs):
+        board.say(f"watch: {warning}")
+    fetch_models(job.space)
 
 
 def _profile(study: Study, board: Board) -> None:
@@ -94,21 +115,27 @@ def _profile(study: Study, board: Board) -> None:
 
 
 def fetch_models(space: Space) -> None:
-    """Have the weights here before the first trial, so that no launch pays for a download."""
+    """Have the weights here before the first trial, so that no launch pays for a download; SGLang fetches its own."""
     from pipeline.models import MODELS, resolve
 
     for name in (space.model, *space.draft_models.values()):
-        if name in MODELS:
+        if name in MODELS or space.engine == "embedded":
             resolve(name)
 
 
-def _study(job: Job) -> Study:
-    """The study to work on, locked: a new one, or the one to resume with the same space file."""
-    if job.resume is None:
-        study = Study.create(job.study, job.space_file, _facts(job), job.runs)
-        study.lock()
-        return study
-    study = Study.open(job.resume, job.runs)
+def _created(job: Job) -> Study:
+    study = Study.create(job.study, job.space_file, _facts(job), job.runs)
+    study.lock()
+    return study
+
+
+def _resumed(job: Job) -> Study:
+    """The study to go on with, locked.
+
+    Raises:
+        InputError: there is none, another driver holds it, or its figures could not stand beside those of this job.
+    """
+    study = Study.open(str(job.resume), job.runs)
     study.lock()
     study.mend()
     if study.space_file.read_text() != job.space_file.read_text():
@@ -116,7 +143,24 @@ def _study(job: Job) -> Study:
             f"{study.folder} was made with another space file", key="--resume",
             expected=f"the same content as {study.space_file}",
         )  # fmt: skip
+    facts = study.facts
+    made_on = facts["engine"], facts["topology"].get("gpu_count"), facts["topology"].get("gpu_model")
+    here = job.choice.engine, job.topology.gpu_count, job.topology.gpu_model
+    if made_on != here:
+        raise InputError(
+            f"{study.folder} was made with {_machine(*made_on)}, here it would be {_machine(*here)}", key="--resume",
+            expected="the machine and engine that it began on, or a new study",
+        )  # fmt: skip
+    study.add_facts(overrides=_stated(job.overrides))
     return study
+
+
+def _machine(engine: str, count: int, model: str | None) -> str:
+    return f"{engine} on {count} x {model}" if count else f"{engine} without GPUs"
+
+
+def _stated(overrides: Overrides) -> dict[str, Any]:
+    return {name: value for name, value in asdict(overrides).items() if value is not None}
 
 
 def _facts(job: Job) -> dict[str, Any]:
@@ -127,7 +171,7 @@ def _facts(job: Job) -> dict[str, Any]:
         "engine": job.choice.engine,
         "engine_reason": job.choice.reason,
         "release": job.release,
-        "overrides": {name: value for name, value in asdict(job.overrides).items() if value is not None},
+        "overrides": _stated(job.overrides),
         "objective": job.space.objective.model_dump(mode="json"),
         "model": job.space.model,
         "topology": job.topology.model_dump(mode="json"),
@@ -138,41 +182,48 @@ def _facts(job: Job) -> dict[str, Any]:
     }
 
 
+def _tracking_uri(job: Job) -> str:
+    return job.tracking_uri or default_uri(job.runs)
+
+
 def _tracker(job: Job, study: Study) -> Tracker:
-    if job.tracking_uri == "none":
+    uri = _tracking_uri(job)
+    if uri == "none":
         return NullTracker()
-    tracker = MlflowTracker(study, job.tracking_uri or default_uri(job.runs))
+    tracker = InBackground(MlflowTracker(study, uri, system_metrics=job.topology.gpu_count > 0))
     tracker.open()
     return tracker
 
 
-def _run(job: Job, study: Study, board: Board, tracker: Tracker) -> Adapter:
-    """Everything that needs Ray; whatever happens, no engine of the study outlives this."""
-    from pipeline.cluster import cluster
+def _search(
+    job: Job, study: Study, nodes: tuple[str, ...], board: Board, tracker: Tracker, hold: Callable[[], None]
+) -> Adapter:
+    """Search on a running cluster; whatever happens, no engine of the study outlives this."""
     from pipeline.collectives import study_screen
     from pipeline.search import Adapter, Desk, run_search, sweep
 
-    # Ray sets its own handler for SIGTERM: ours comes after it.
-    with cluster(job.address, job.topology.gpu_count) as nodes, interrupts():
-        bench = _bench(job, study)
-        desk = Desk(
-            study=study,
-            bench=bench,
-            keepers=(board.finish, tracker.trial),
-            on_start=lambda proposal, left: _show(board, proposal, left),
-            on_phase=lambda proposal, phase: board.phase(proposal.number, phase),
-        )
-        screen = study_screen(study.folder, job.space, job.release, job.topology, board.say)
-        proposer = _proposer(job, study, nodes, screen)
-        adapter = Adapter(proposer, desk, slots=len(nodes), stop_after_s=job.stop_after_s)
-        sweep(bench, nodes)  # what a driver that was killed left behind
-        try:
-            run_search(adapter, bench, study.folder)
-        except KeyboardInterrupt:
-            adapter.interrupt()
-        finally:
-            sweep(bench, nodes)
-        return adapter
+    bench = _bench(job, study)
+    desk = Desk(
+        study=study,
+        bench=bench,
+        nodes=nodes,
+        keepers=(board.finish, tracker.trial),
+        on_start=lambda proposal, left: _show(board, proposal, left),
+        on_phase=lambda proposal, phase: board.phase(proposal.number, phase),
+    )
+    screen = study_screen(study.folder, job.space, job.release, job.topology, board.say)
+    adapter = Adapter(_proposer(job, study, nodes, screen), desk, slots=len(nodes), stop_after_s=job.stop_after_s)
+    if left := sweep(bench, nodes):  # what a driver that was killed left behind
+        raise PreflightError(f"engines of {study.folder} are still there: {'; '.join(left)}")
+    try:
+        run_search(adapter, bench, study.folder)
+    except KeyboardInterrupt:
+        adapter.interrupt()
+    finally:
+        hold()
+        if left := sweep(bench, nodes):
+            adapter.left = f"still there: {'; '.join(left)}"
+    return adapter
 
 
 def _show(board: Board, proposal: Proposal, left: int | None) -> None:
@@ -237,7 +288,7 @@ def _same_machine(facts: dict[str, Any], same: dict[str, Any]) -> bool:
     return bool(facts.get("winner_params")) and seen == same
 
 
-def _close(study: Study, adapter: Adapter, tracker: Tracker, board: Board) -> None:
+def _close(job: Job, study: Study, adapter: Adapter, tracker: Tracker, board: Board) -> None:
     """Write the report, tell MLflow, print. A study that is not over says how to go on."""
     from pipeline.report import render, study_objective, study_report, write_html
     from pipeline.selection import select
@@ -245,15 +296,18 @@ def _close(study: Study, adapter: Adapter, tracker: Tracker, board: Board) -> No
     records = study.records()
     selection = select(records, study_objective(study))
     if adapter.done is not None:
-        ended = {"finished": True, "ended": adapter.done, **_winner(selection, records)}
-        study.write_facts({**study.facts, **ended})
+        study.add_facts(finished=True, ended=adapter.done, **_winner(selection, records))
     report = study_report(study)
     html = write_html(report, study.folder / "report.html")
     tracker.finish(_outcome(selection), [html])
     board.say(render(report, "text").rstrip("\n"))
     board.say(f"\nreport: {html}\nMLflow: make ui, then open http://127.0.0.1:5000 (study {study.name})")
+    if adapter.left:
+        board.say(adapter.left)
     if adapter.done is None:
-        board.say(f"stopped: {adapter.halted}. Go on with: --resume {study.name}")
+        runs = "" if job.runs == RUNS else f" --runs {job.runs}"
+        again = f"python -m pipeline.tune {job.space_file} --resume {study.name}{runs}"
+        board.say(f"stopped: {adapter.halted}. Go on with: {again}")
 
 
 def _winner(selection: Selection, records: list[TrialRecord]) -> dict[str, Any]:
@@ -275,14 +329,22 @@ def _outcome(selection: Selection) -> dict[str, Any]:
 
 
 @contextmanager
-def interrupts() -> Iterator[None]:
-    """Make SIGTERM end a study as Ctrl-C does."""
+def interrupts() -> Iterator[Callable[[], None]]:
+    """Make SIGTERM end a study as Ctrl-C does.
+
+    Yields what holds both off from then on: engines are taken down in peace, within that work's own deadlines.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    def hold() -> None:
+        for number in before:
+            signal.signal(number, lambda *_: None)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield hold
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

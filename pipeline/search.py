@@ -21,7 +21,7 @@ from ray.tune.search import Searcher as TuneSearcher
 
 from pipeline.cluster import SLOT
 from pipeline.config import EngineConfig
-from pipeline.errors import MeasurementError
+from pipeline.errors import FastverifyError, MeasurementError
 from pipeline.lossless import GreedyOutput, Reference
 from pipeline.proposer import Done, Proposal, Proposer, Wait
 from pipeline.readback import read_back
@@ -207,6 +207,7 @@ class Adapter(TuneSearcher):
         self.done: str | None = None  # why the study is over
         self.halted: str | None = None  # why this driver stopped before that
         self.interrupted = False
+        self.left: str | None = None  # what a trial left behind, in words
 
     def suggest(self, trial_id: str) -> Any:
         """The next proposal, None to wait, or Tune's word for the end."""
@@ -218,7 +219,7 @@ class Adapter(TuneSearcher):
             return None
         answer = self._proposer.propose()
         for record in self._proposer.drain():
-            self._desk.keep(record)
+            self._desk.keep(record)  # Tune passes on what a searcher raises here
         if isinstance(answer, Done):
             self.done = answer.reason
             return TuneSearcher.FINISHED
@@ -255,6 +256,8 @@ class Adapter(TuneSearcher):
 
     def raise_fault(self) -> None:
         """Raise what went wrong while a trial was recorded."""
+        if isinstance(self._fault, OSError):
+            raise FastverifyError(str(self.halted)) from self._fault
         if self._fault is not None:
             raise self._fault
 
@@ -271,7 +274,8 @@ class Adapter(TuneSearcher):
         self._desk.keep(record)
         self._proposer.observe(record)
         if record.failure is not None and record.failure.failure_class is FailureClass.TEARDOWN:
-            self.halted = f"trial {record.number} left something behind on {record.node}: {record.failure.cause}"
+            self.left = f"trial {record.number} left something behind on {record.node}: {record.failure.cause}"
+            self.halted = self.left
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing: Tune pickles its searcher for a restore that never comes."""

@@ -150,6 +150,17 @@ def finished_studies(root: Path = RUNS) -> list[dict[str, Any]]:
     return [facts for facts in found if facts.get("finished")]
 
 
+def check_root(root: Path) -> None:
+    """Whether studies can be kept under `root`, which need not be there yet.
+
+    Raises:
+        InputError: it is no folder, or nothing can be written there.
+    """
+    place = next(path for path in (root, *root.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise InputError(f"{place} cannot hold studies", key="--runs", expected="a folder to write in")
+
+
 def _fresh(root: Path, name: str) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     for count in range(1, 10_000):

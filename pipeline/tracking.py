@@ -10,10 +10,13 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pipeline.errors import InputError
 from pipeline.mlflow_view import summary_metrics, summary_params, view_tag
 from pipeline.records import Distribution, LevelResult, TrialRecord
 from pipeline.reporting.command import pasteable
@@ -28,6 +31,8 @@ EXPERIMENT = "fastverify"
 TRIAL_TAG = "fastverify.trial"
 STUDY_TAG = "fastverify.study"
 MAX_PARAM = 500
+PATIENCE_S = 60.0  # for MLflow, before the first trial and after the last
+_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file")
 _STATUS = {"ok": "FINISHED", "reused": "FINISHED", "stopped": "FINISHED", "pruned": "KILLED", "failed": "FAILED"}
 
 
@@ -49,6 +54,52 @@ class NullTracker:
         """Ignore the outcome."""
 
 
+class InBackground:
+    """A tracker in a thread of its own: while MLflow is slow or down, trials go on."""
+
+    def __init__(self, tracker: MlflowTracker, patience_s: float = PATIENCE_S) -> None:
+        self._tracker, self._patience_s = tracker, patience_s
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
+        self._thread.start()
+
+    def open(self) -> None:
+        """Open the study's run; waits for that, within the limit, so that no trial shares its cores with it."""
+        opened = threading.Event()
+        self._queue.put(self._tracker.open)
+        self._queue.put(opened.set)
+        opened.wait(self._patience_s)
+
+    def trial(self, record: TrialRecord) -> None:
+        """Have the record logged."""
+        self._queue.put(lambda: self._tracker.trial(record))
+
+    def finish(self, outcome: dict[str, Any], artifacts: list[Path]) -> None:
+        """Have the outcome logged, and wait for all that is not yet there, within the limit."""
+        self._queue.put(lambda: self._tracker.finish(outcome, artifacts))
+        self._queue.put(None)
+        self._thread.join(self._patience_s)
+        if self._thread.is_alive():
+            log.warning("MLflow did not take all within %.0f s; %s", self._patience_s, self._tracker.later())
+
+    def _work(self) -> None:
+        while (action := self._queue.get()) is not None:
+            action()
+
+
+def check_uri(uri: str) -> None:
+    """Whether MLflow could mean a store by this; it would take any word for a new folder's name.
+
+    Raises:
+        InputError: it could not.
+    """
+    if uri != "none" and uri.partition("://")[0].partition("+")[0] not in _SCHEMES:
+        raise InputError(
+            f"{uri!r} is no MLflow store", key="--tracking-uri",
+            expected="http://HOST:PORT, sqlite:///FILE or none",
+        )  # fmt: skip
+
+
 def default_uri(root: Path = RUNS) -> str:
     """`MLFLOW_TRACKING_URI`, else a sqlite file beside the studies."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(root / 'mlflow.db').resolve()}"
@@ -57,14 +108,30 @@ def default_uri(root: Path = RUNS) -> str:
 class MlflowTracker:
     """Logs to an MLflow store; a failure of MLflow is a warning, and the record is logged later."""
 
-    def __init__(self, study: Study, uri: str) -> None:
-        self._study, self.uri = study, uri
+    def __init__(self, study: Study, uri: str, *, system_metrics: bool = False) -> None:
+        self._study, self.uri, self._system_metrics = study, uri, system_metrics
         self._client: MlflowClient | None = None
         self._parent: str | None = None
+        self._monitor: Any = None  # of mlflow's system metrics
+
+    def later(self) -> str:
+        """How what is missing gets logged later, in words."""
+        return f"`python -m pipeline.tracking {self._study.folder}` logs it later"
 
     def open(self) -> None:
         """Connect, create the experiment and the parent run. Called once, in the driver, before trials."""
-        self._guard("open", self._open)
+        self._guard("open", self._begin)
+
+    def _begin(self) -> None:
+        self._open()
+        if self._system_metrics and self._parent is not None and self._client is not None:
+            from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+            self._client.update_run(self._parent, status="RUNNING")  # a monitor stops by itself with its run
+            self._monitor = SystemMetricsMonitor(  # type: ignore[no-untyped-call]
+                self._parent, resume_logging=True, tracking_uri=self.uri
+            )
+            self._monitor.start()
 
     def trial(self, record: TrialRecord) -> None:
         """Log one record as a child run."""
@@ -83,8 +150,7 @@ class MlflowTracker:
             action()
         except (MlflowException, OSError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            log.warning("MLflow did not take %s (%s); `python -m pipeline.tracking %s` logs it later",
-                        what, first, self._study.folder)  # fmt: skip
+            log.warning("MLflow did not take %s (%s); %s", what, first, self.later())
 
     def _open(self) -> None:
         # MLflow's own defaults retry for an hour while GPUs idle.
@@ -140,6 +206,8 @@ class MlflowTracker:
 
     def _finish(self, outcome: dict[str, Any], artifacts: list[Path]) -> None:
         assert self._client is not None and self._parent is not None
+        if self._monitor is not None:
+            self._monitor.finish()
         self.sync()
         for key, value in outcome.items():
             if isinstance(value, float | int) and math.isfinite(value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,7 @@ from pipeline.cli import run_command
 if TYPE_CHECKING:
     from pipeline.engine_space import Space
     from pipeline.records import Topology
-    from pipeline.space import EngineChoice, SpaceSpec
+    from pipeline.space import EngineChoice, Overrides, SpaceSpec
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -34,7 +35,7 @@ def tune(
         float | None, typer.Option(help="Seconds after which this driver starts no trial; --resume goes on.")
     ] = None,
     sampler: Annotated[str | None, typer.Option(help="tpe, gp, random, quasi-random or grid.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the search.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the search, 0 or more.")] = None,
     resume: Annotated[str | None, typer.Option(help="Go on with a study: its folder, its name or `latest`.")] = None,
     runs: Annotated[Path, typer.Option(help="Where studies are kept.")] = Path("runs"),
     tracking_uri: Annotated[str | None, typer.Option(help="MLflow server; `none` tracks nothing.")] = None,
@@ -46,9 +47,12 @@ def tune(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
 ) -> None:
     """Find the fastest lossless configuration of a model on this machine."""
+    from pipeline.errors import InputError
     from pipeline.space import Overrides, load_space
 
-    overrides = Overrides(
+    if stop_after is not None and not stop_after > 0:
+        raise InputError(f"{stop_after} does not fit", key="--stop-after", expected="a number above 0")
+    given = Overrides(
         engine=engine,
         model=model,
         draft_model=tuple(draft_model) if draft_model else None,
@@ -59,6 +63,7 @@ def tune(
         seed=seed,
         sampler=sampler,  # type: ignore[arg-type]  # checked when the file is loaded
     )
+    overrides = _as_begun(resume, runs, given) if resume is not None else given
     spec = load_space(space, overrides)
     topology, release, choice, part = _resolve(spec, dry_run=dry_run)
     if dry_run:
@@ -88,8 +93,29 @@ def tune(
         from pipeline.report import render, study_report
 
         typer.echo(render(study_report(ended.study), "json"))
-    if ended.interrupted:
-        raise typer.Exit(130)
+    raise typer.Exit(ended.exit_code)
+
+
+def _as_begun(resume: str, runs: Path, given: Overrides) -> Overrides:
+    """What a study was started with, and budget, sampler and seed as they are stated now.
+
+    Raises:
+        InputError: no such study, or another model, load, … than it was started with.
+    """
+    from pipeline.errors import InputError
+    from pipeline.store import Study
+
+    begun = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in Study.open(resume, runs).facts["overrides"].items()
+    }
+    now = {name: value for name, value in asdict(given).items() if value is not None}
+    for name in ("engine", "model", "draft_model", "tensor_parallel_size", "concurrency"):
+        if name in now and now[name] != begun.get(name):
+            raise InputError(
+                f"{now[name]!r} is not what the study was started with", key=f"--{name.replace('_', '-')}",
+                expected=repr(begun[name]) if name in begun else "the file's own",
+            )  # fmt: skip
+    return replace(given, **{**begun, **now})
 
 
 def _resolve(spec: SpaceSpec, *, dry_run: bool) -> tuple[Topology, str | None, EngineChoice, Space]:
@@ -97,7 +123,6 @@ def _resolve(spec: SpaceSpec, *, dry_run: bool) -> tuple[Topology, str | None, E
 
     A dry run may assume the machine that the file states, so that a space can be checked anywhere.
     """
-    from pipeline.models import known
     from pipeline.space import EngineChoice, choose_engine
     from pipeline.topology import probe
 
@@ -112,15 +137,25 @@ def _resolve(spec: SpaceSpec, *, dry_run: bool) -> tuple[Topology, str | None, E
     part = spec.for_engine(choice.engine)
     if not dry_run:
         part.check_paths()
-    if choice.engine == "embedded" and not known(part.model):
-        from pipeline.errors import InputError, nearest
-        from pipeline.models import MODELS
-
-        raise InputError(
-            f"no model {part.model!r}", source=str(spec.path), key="embedded.model",
-            expected="a small model's name, a folder or a hub id", nearest=nearest(part.model, MODELS),
-        )  # fmt: skip
+    if choice.engine == "embedded":
+        _check_models(spec, part)
     return topology, release or part.release, choice, part
+
+
+def _check_models(spec: SpaceSpec, part: Space) -> None:
+    """Whether the embedded engine's models can be had at all; nothing is fetched."""
+    from pipeline.errors import InputError, nearest
+    from pipeline.models import MODELS, known
+
+    named = {"model": part.model, **{f"draft_models.{name}": model for name, model in part.draft_models.items()}}
+    for key, model in named.items():
+        if not known(model):
+            source, line = part.places.get(key, (str(spec.path), None))
+            raise InputError(
+                f"no model {model!r}", source=source, line=line, key=f"embedded.{key}",
+                expected="a small model's name, a folder with a config.json, or a hub id such as org/name",
+                nearest=nearest(model, MODELS),
+            )  # fmt: skip
 
 
 def _release(spec: SpaceSpec) -> str | None:
