@@ -122,9 +122,16 @@ class Proposer:
         self._time_up: str | None = None
         self._finished = False
         self._noted: set[tuple[Any, ...]] = {(r.status, r.reason, r.reused_from) for r in self._records}
-        self.baseline = canonical(space.baseline())
+        self._stated_baseline = canonical(space.baseline())
 
     # -- what callers use
+
+    @property
+    def baseline(self) -> EngineConfig:
+        """The baseline, as it was measured: its second try may have moved the memory fraction."""
+        goal = self.objective.goals[0]
+        measured = (r.config for r in self._records if r.role == "baseline" and value_of(r, goal))
+        return next(measured, self._stated_baseline)
 
     def propose(self) -> Proposal | Wait | Done:
         """The next launch, or why there is none now."""

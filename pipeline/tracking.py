@@ -93,7 +93,8 @@ def check_uri(uri: str) -> None:
     Raises:
         InputError: it could not.
     """
-    if uri != "none" and uri.partition("://")[0].partition("+")[0] not in _SCHEMES:
+    scheme, found, _ = uri.partition(":/")
+    if uri != "none" and not (found and scheme.partition("+")[0] in _SCHEMES):
         raise InputError(
             f"{uri!r} is no MLflow store", key="--tracking-uri",
             expected="http://HOST:PORT, sqlite:///FILE or none",
@@ -196,8 +197,9 @@ class MlflowTracker:
             params=[Param(key, value[:MAX_PARAM]) for key, value in trial_params(record).items()],
             tags=[RunTag(key, value) for key, value in trial_tags(record, self._study.name).items()],
         )
-        for name in ("record.json", "engine.log", "launch.sh"):
-            file = self._study.trial_dir(record.number) / name
+        folder = self._study.trial_dir(record.number)
+        log_path = record.launch.log_path if record.launch else ""  # of the second try, where there was one
+        for file in (folder / "record.json", folder / "launch.sh", Path(log_path)):
             if file.is_file():
                 self._client.log_artifact(run_id, str(file))
         # The tag comes last: a run without it was cut short and is logged again.

@@ -18,7 +18,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.records import FailureClass, TrialRecord
+from pipeline.proposer import Done, Proposal, Proposer
+from pipeline.records import FailureClass, Topology, TrialRecord
+from pipeline.space import load_space
 from pipeline.store import Study
 
 pytestmark = pytest.mark.slow
@@ -117,6 +119,25 @@ def test_a_study_from_space_file_to_winner(tmp_path: Path) -> None:
     assert (study.folder / "report.html").stat().st_size > 100_000
     assert done.stdout.startswith("engine: sglang (2 x NVIDIA H200, SGLang 0.5.23)")
     assert gone(tmp_path), leftovers(tmp_path)
+    assert_replayed(records, study.space_file)
+
+
+def assert_replayed(records: list[TrialRecord], space_file: Path) -> None:
+    """The proposer alone, shown the ledger's outcomes, proposes what Tune launched, in the same order."""
+    space, topology = load_space(space_file).for_engine("sglang"), Topology(**TOPOLOGY)
+    proposer = Proposer(
+        space,
+        space.search,
+        space.objective,
+        check=lambda config: space.examine(config, "0.5.23", topology).violations,
+        canonical=lambda config: space.canonical(config, "0.5.23", topology).config,
+    )
+    for record in in_order(records):
+        proposal = proposer.propose()
+        assert isinstance(proposal, Proposal)
+        assert (proposal.number, proposal.role, proposal.config_id) == (record.number, record.role, record.config_id)
+        proposer.observe(record)
+    assert isinstance(proposer.propose(), Done)
 
 
 def mlflow_children(runs: Path, study: Study) -> list[Any]:
@@ -174,10 +195,44 @@ def wait_for_records(ledger: Path, count: int, driver: subprocess.Popen[bytes]) 
 
 def test_a_resumed_study_must_have_the_same_space_file(tmp_path: Path) -> None:
     argv = command(tmp_path)
-    Study.create("short", Path(argv[3]), {"id": "x"}, tmp_path / "runs")
+    facts = {"id": "x", "overrides": {}, "engine": "sglang", "topology": TOPOLOGY}
+    Study.create("short", Path(argv[3]), facts, tmp_path / "runs")
     Path(argv[3]).write_text(SPACE.replace("num_draft_tokens: [4, 8]", "num_draft_tokens: [4]"))
-    done = subprocess.run(
-        [*argv, "--resume", "short"], env=environment(), capture_output=True, text=True, timeout=60, cwd=ROOT
-    )
-    assert done.returncode == 2
-    assert "another space file" in done.stderr
+    assert "another space file" in refused([*argv, "--resume", "short"])
+
+
+def refused(argv: list[str], **more: str) -> str:
+    """What a command says that is refused with exit code 2."""
+    done = subprocess.run(argv, env=environment() | more, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_a_resumed_study_must_have_the_same_machine_and_model(tmp_path: Path) -> None:
+    argv = command(tmp_path)
+    facts = {"id": "x", "overrides": {"model": "org/other"}, "engine": "sglang", "topology": TOPOLOGY}
+    Study.create("short", Path(argv[3]), facts, tmp_path / "runs")
+    resume = [*argv, "--resume", "short"]
+    assert "--model: 'org/third'" in refused([*resume, "--model", "org/third"])
+    other = json.dumps({**TOPOLOGY, "gpu_model": "NVIDIA B200"})
+    assert "here it would be sglang on 2 x NVIDIA B200" in refused(resume, FASTVERIFY_TOPOLOGY=other)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--address", "nonsense"), "no Ray cluster at nonsense"),
+        (("--tracking-uri", "nonsense"), "is no MLflow store"),
+        (("--resume", "nowhere"), "no study at nowhere"),
+        (("--tensor-parallel-size", "4"), "needs 4 GPUs, this machine has 2"),
+    ],
+)
+def test_what_cannot_start_leaves_nothing_behind(tmp_path: Path, more: tuple[str, ...], words: str) -> None:
+    assert words in refused(command(tmp_path, *more))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_runs_that_cannot_be_kept(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    assert "cannot hold studies" in refused(command(tmp_path))

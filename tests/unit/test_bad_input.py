@@ -146,6 +146,7 @@ MISTAKES = [
     ("{trials: 8}", "{trails: 8}", 22, "search.budget.trails", "did you mean 'trials'"),
     ("load:", "objective: {goals: [{concurrency: 4}]}\nload:", 21, "objective.goals[0].concurrency", "one of 8"),
     ("load:", "objective: {goals: [{weights: {opn: 1}}]}\nload:", 21, "objective.goals[0].weights.opn", "'open'"),
+    ("{budget: {trials: 8}}", "{seed: -1}", 22, "search.seed", "greater than or equal to 0"),
     ("{budget: {trials: 8}}", "{sampler: tpee}", 22, "search.sampler", "did you mean 'tpe'"),
     (
         "  seeds:\n",
@@ -190,6 +191,10 @@ def test_lossy_settings_pass_where_the_file_allows_them(tmp_path: Path) -> None:
     ("given", "words"),
     [
         ({"trials": 0}, "--trials"),
+        ({"hours": float("inf")}, "--time-budget"),
+        ({"seed": -1}, "--seed"),
+        ({"model": ""}, "--model: no model"),
+        ({"draft_model": ("EAGLE3=",)}, "--draft-model: no model"),
         ({"hours": -1.0}, "--time-budget"),
         ({"concurrency": (4, 0)}, "--concurrency"),
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size"),
@@ -220,6 +225,12 @@ def test_one_draft_for_several_algorithms_must_be_told_apart(tmp_path: Path) -> 
     path.write_text(path.read_text().replace("NGRAM", "STANDALONE"))
     with pytest.raises(InputError, match="STANDALONE=d, EAGLE3=d"):
         load_space(path, Overrides(draft_model="d")).for_engine("sglang")
+
+
+def test_a_draft_for_what_does_not_draft(tmp_path: Path) -> None:
+    spec = load_space(_write(tmp_path, "study: s", "study: s"), Overrides(draft_model="EAGEL3=d"))
+    with pytest.raises(InputError, match=r"^--draft-model: EAGEL3 takes no draft.*did you mean 'EAGLE3'"):
+        spec.for_engine("sglang")
 
 
 def test_local_models_must_be_there(tmp_path: Path) -> None:

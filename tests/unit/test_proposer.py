@@ -32,6 +32,19 @@ def test_order_is_baseline_seeds_search_ablation_confirmation_baseline() -> None
     assert study.end == "the budget of 6 trials is used"
 
 
+def test_a_baseline_that_its_second_try_changed_is_the_baseline() -> None:
+    study = Study(search=search(4))
+    proposer = study.proposer()
+    first = proposer.propose()
+    assert isinstance(first, Proposal)
+    moved = first.config.model_copy(update={"mem_fraction_static": 0.75})
+    proposer.observe(record(first.number, moved, 100.0, "baseline"))
+    study.launches.append(first)
+    study.ledger.extend(proposer._records)
+    study.run(proposer)
+    assert {p.config for p in study.launches if p.role == "confirm" and p.config.words() == "none"} == {moved}
+
+
 def test_the_budget_counts_launches_of_seeds_and_search_only() -> None:
     study = Study(ToySpace(stated=[BEST]), search(6))
     study.run()

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pipeline.config import EngineConfig, NgramSpeculation
+from pipeline.errors import InputError
 from pipeline.records import Launch, TrialRecord
 from pipeline.store import Study
-from pipeline.tracking import MlflowTracker, NullTracker, trial_metrics, trial_params, trial_tags
+from pipeline.tracking import (
+    InBackground,
+    MlflowTracker,
+    NullTracker,
+    check_uri,
+    trial_metrics,
+    trial_params,
+    trial_tags,
+)
 from tests.fakes.toy_search import level, record
 
 CONFIG = EngineConfig(engine="embedded", model="m", speculation=NgramSpeculation(num_draft_tokens=4))
@@ -99,6 +110,59 @@ def test_mlflow_down_warns_and_loses_nothing(study: Study, uri: str, caplog: pyt
     tracker.trial(figures())
     assert "logs it later" in caplog.text
     assert MlflowTracker(study, uri).sync() == 1
+
+
+def test_a_mute_mlflow_holds_no_trial_up(study: Study, caplog: pytest.LogCaptureFixture) -> None:
+    release = threading.Event()
+
+    class Mute(MlflowTracker):
+        def open(self) -> None:
+            release.wait(30)
+
+    tracker = InBackground(Mute(study, "http://127.0.0.1:9"), patience_s=0.2)
+    began = time.monotonic()
+    tracker.open()
+    tracker.trial(figures())
+    tracker.finish({}, [])
+    assert time.monotonic() - began < 5
+    assert "did not take all within" in caplog.text
+    release.set()
+
+
+def test_in_the_background_all_is_logged_by_the_end(study: Study, uri: str) -> None:
+    tracker = InBackground(MlflowTracker(study, uri))
+    tracker.open()
+    study.append(figures())
+    tracker.trial(figures())
+    tracker.finish({"winner": "NGRAM"}, [])
+    parent = next(run for run in runs_of(study, uri) if run.data.tags["fastverify.trial"] == "study")
+    assert len(runs_of(study, uri)) == 2
+    assert (parent.data.tags["winner"], parent.data.tags["engine"]) == ("NGRAM", "embedded")
+
+
+def test_system_metrics_go_to_the_study_where_they_are_asked_for(
+    study: Study, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
+    tracker = MlflowTracker(study, uri, system_metrics=True)
+    tracker.open()
+    until = time.monotonic() + 20
+    while not any(name.startswith("system/") for name in runs_of(study, uri)[0].data.metrics):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    tracker.finish({}, [])
+    assert runs_of(study, uri)[0].info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("uri", ["http://h:5000", "sqlite:///a.db", "postgresql+psycopg2://u@h/d", "none"])
+def test_a_store_is_a_uri(uri: str) -> None:
+    check_uri(uri)
+
+
+@pytest.mark.parametrize("uri", ["nonsense", "htp://h", "", "sqlite"])
+def test_other_words_are_no_store(uri: str) -> None:
+    with pytest.raises(InputError, match=r"--tracking-uri.*expected http"):
+        check_uri(uri)
 
 
 def test_the_null_tracker_takes_everything() -> None:

@@ -112,6 +112,13 @@ def test_every_failure_is_a_record_with_a_class_a_reason_and_no_score(
     assert record.launch is not None  # also of an engine that never became ready
 
 
+def test_what_the_engine_died_of_is_said_when_its_teardown_fails_too() -> None:
+    record = run(FakeEngine(fails_to_stop=TeardownError("left a process")), raising(DEAD)).record
+    assert record.failure is not None
+    assert record.failure.failure_class is FailureClass.TEARDOWN
+    assert record.failure.cause == "left a process; before that: capture: capture failed"
+
+
 def test_a_trial_stopped_early_keeps_its_levels_and_has_no_value() -> None:
     record = run(FakeEngine(), lambda *_, **__: Figures(notes=("stopped early: cannot win",))).record
     assert record.status == "stopped"
