@@ -25,6 +25,7 @@ from pipeline.store import Study
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
+LONG = {"trials": 5, "rounds": 2}  # enough to be killed three times
 TOPOLOGY = {"gpu_count": 2, "gpu_model": "NVIDIA H200", "sm": 90, "peer_access": True, "link": "nvlink"}
 SPACE = """
 study: short
@@ -44,7 +45,7 @@ sglang:
       nccl_algo: [null, "allreduce:tree", Tree]
 workload: {prompts: {extract: extract}, output_tokens: 32, greedy_prompts: 2, greedy_tokens: 8}
 load: {concurrency: [4], requests_per_level: 4, min_repeats: 2, max_repeats: 2}
-search: {budget: {trials: 3}, startup_trials: 2, sglang_defaults: false, ablate: false, confirm_rounds: 1}
+search: {budget: {trials: TRIALS}, startup_trials: 2, sglang_defaults: false, ablate: false, confirm_rounds: ROUNDS}
 """
 
 
@@ -58,9 +59,9 @@ def environment(**knobs: Any) -> dict[str, str]:
     }
 
 
-def command(folder: Path, *more: str) -> list[str]:
+def command(folder: Path, *more: str, trials: int = 3, rounds: int = 1) -> list[str]:
     space = folder / "short.yaml"
-    space.write_text(SPACE)
+    space.write_text(SPACE.replace("TRIALS", str(trials)).replace("ROUNDS", str(rounds)))
     return [sys.executable, "-m", "pipeline.tune", str(space), "--runs", str(folder / "runs"), *more]
 
 
@@ -158,11 +159,11 @@ def test_killed_again_and_again_a_study_loses_and_repeats_nothing(tmp_path: Path
     for kill in (signal.SIGKILL, signal.SIGINT, signal.SIGKILL):
         resume = ["--resume", "short"] if finished or (runs / "short" / "study.json").exists() else []
         driver = subprocess.Popen(
-            command(tmp_path, *resume), env=environment(), cwd=ROOT, start_new_session=True,
+            command(tmp_path, *resume, **LONG), env=environment(), cwd=ROOT, start_new_session=True,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         wait_for_records(runs / "short" / "records.jsonl", len(finished) + 1, driver)
-        time.sleep(chance.uniform(0.0, 4.0))
+        time.sleep(chance.uniform(0.0, 3.0))
         driver.send_signal(kill)
         driver.wait(timeout=90)
         assert gone(tmp_path), leftovers(tmp_path)
@@ -171,15 +172,16 @@ def test_killed_again_and_again_a_study_loses_and_repeats_nothing(tmp_path: Path
         finished = [line for line in now if line.endswith("}")]
 
     last = subprocess.run(
-        command(tmp_path, "--resume", "short"), env=environment(), capture_output=True, text=True, timeout=240, cwd=ROOT
-    )
+        command(tmp_path, "--resume", "short", **LONG),
+        env=environment(), capture_output=True, text=True, timeout=240, cwd=ROOT,
+    )  # fmt: skip
     assert last.returncode == 0, last.stderr
     study = Study.open("short", runs)
     records = study.records()
     assert study.ledger.read_text().splitlines()[: len(finished)] == finished
     assert max(Counter(record.number for record in records).values()) == 1
     searched = [r.config_id for r in in_order(records) if r.role in ("seed", "search")]
-    assert len(searched) == len(set(searched)) == 3
+    assert len(searched) == len(set(searched)) == LONG["trials"]
     assert study.facts["finished"]
     assert gone(tmp_path), leftovers(tmp_path)
 
@@ -197,7 +199,7 @@ def test_a_resumed_study_must_have_the_same_space_file(tmp_path: Path) -> None:
     argv = command(tmp_path)
     facts = {"id": "x", "overrides": {}, "engine": "sglang", "topology": TOPOLOGY}
     Study.create("short", Path(argv[3]), facts, tmp_path / "runs")
-    Path(argv[3]).write_text(SPACE.replace("num_draft_tokens: [4, 8]", "num_draft_tokens: [4]"))
+    Path(argv[3]).write_text(Path(argv[3]).read_text().replace("num_draft_tokens: [4, 8]", "num_draft_tokens: [4]"))
     assert "another space file" in refused([*argv, "--resume", "short"])
 
 
