@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -92,7 +93,7 @@ def tune(
     if json_:
         from pipeline.report import render, study_report
 
-        typer.echo(render(study_report(ended.study), "json"))
+        _print_json(choice, json.loads(render(study_report(ended.study), "json")))
     raise typer.Exit(ended.exit_code)
 
 
@@ -167,12 +168,16 @@ def _release(spec: SpaceSpec) -> str | None:
     return installed_release() or stated
 
 
+def _print_json(choice: EngineChoice, found: dict[str, Any]) -> None:
+    typer.echo(json.dumps({"engine": choice.engine, "engine_reason": choice.reason, **found}, indent=2))
+
+
 def _print_plan(choice: EngineChoice, part: Space, release: str | None, topology: Topology, *, as_json: bool) -> None:
     from pipeline.plan import plan_search
 
     plan = plan_search(part, release, topology)
     if as_json:
-        typer.echo(plan.model_dump_json(indent=2))
+        _print_json(choice, plan.model_dump(mode="json"))
         return
     typer.echo(f"engine: {choice.engine} ({choice.reason})")
     for line in plan.lines():

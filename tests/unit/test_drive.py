@@ -1,0 +1,116 @@
+"""The driver without a cluster: interrupts, exit codes, what a resumed study must share, what the end says."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline import drive
+from pipeline.drive import Job, interrupts
+from pipeline.errors import InputError
+from pipeline.live import Board
+from pipeline.records import Topology
+from pipeline.space import EngineChoice, Overrides, load_space
+from pipeline.store import Study
+from pipeline.tracking import NullTracker
+from tests.fakes.toy_search import record
+
+SPACE = "study: s\nembedded: {model: smollm2-135m, space: {speculation: {none: , NGRAM: }}}\nload: {concurrency: [8]}\n"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    (tmp_path / "s.yaml").write_text(SPACE)
+    spec = load_space(tmp_path / "s.yaml")
+    return Job(
+        "s", tmp_path / "s.yaml", spec.for_engine("embedded"), EngineChoice("embedded", "no GPU on this machine"),
+        Topology(), None, Overrides(trials=4), tmp_path / "runs",
+    )  # fmt: skip
+
+
+def ended(**more: Any) -> Any:
+    return SimpleNamespace(**{"interrupted": False, "left": None, "done": None, "halted": None, **more})
+
+
+def resumed(job: Job, **more: Any) -> Study:
+    return drive._resumed(Job(**{**vars(job), "resume": "s", **more}))
+
+
+def test_both_signals_interrupt_and_are_held_off_while_engines_are_taken_down() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with interrupts() as hold:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), number)
+        hold()
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_exit_codes(job: Job) -> None:
+    study = drive._created(job)
+    assert drive._exit_code(study, ended(interrupted=True)) == 130
+    assert drive._exit_code(study, ended(halted="the time for this run is over")) == 0
+    assert drive._exit_code(study, ended(done="the baseline gave no figures")) == 1
+    study.append(record(0, job.space.baseline(), 100.0, "baseline"))
+    assert drive._exit_code(study, ended(done="every phase is complete")) == 0
+    assert drive._exit_code(study, ended(done="every phase is complete", left="still there: pid 1")) == 1
+
+
+def test_two_drivers_and_a_resumed_study(job: Job) -> None:
+    study = drive._created(job)
+    with pytest.raises(InputError, match="another process runs"):
+        resumed(job)
+    assert study._lock is not None
+    study._lock.close()
+    assert resumed(job, overrides=Overrides(trials=9)).facts["overrides"] == {"trials": 9}
+
+
+def test_a_study_goes_on_only_where_its_figures_compare(job: Job) -> None:
+    drive._created(job)._lock.close()  # type: ignore[union-attr]
+    with pytest.raises(InputError, match="embedded without GPUs, here it would be sglang on 2 x H200"):
+        resumed(job, topology=Topology(gpu_count=2, gpu_model="H200"), choice=EngineChoice("sglang", "x"))
+    job.space_file.write_text(SPACE.replace("NGRAM", "STANDALONE"))
+    with pytest.raises(InputError, match="another space file"):
+        resumed(job)
+
+
+def test_the_end_says_how_to_go_on_and_what_is_left(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    study = drive._created(job)
+    study.append(record(0, job.space.baseline(), 100.0, "baseline"))
+    drive._close(job, study, ended(halted="interrupted", left="still there: pid 1"), NullTracker(), Board(tty=False))
+    said = capsys.readouterr().out
+    assert "still there: pid 1" in said
+    assert f"--resume s --runs {job.runs}" in said
+    assert not study.facts["finished"]
+    drive._close(job, study, ended(done="enough"), NullTracker(), Board(tty=False))
+    assert (study.facts["finished"], study.facts["ended"]) == (True, "enough")
+    assert (study.folder / "report.html").is_file()
+
+
+def test_winners_of_earlier_studies_on_such_a_machine_are_tried_first(job: Job) -> None:
+    point = {"speculation.algorithm": "NGRAM"}
+    study = drive._created(job)
+    assert drive._earlier_winners(job) == []
+    study.add_facts(finished=True, winner_params=point)
+    assert drive._earlier_winners(job) == [point]
+    other = Job(**{**vars(job), "topology": Topology(gpu_count=1, gpu_model="H200")})
+    assert drive._earlier_winners(other) == []
+    study.add_facts(winner_params={"speculation.algorithm": "EAGLE3"})
+    assert drive._earlier_winners(job) == []  # no longer in this space
+
+
+def test_every_model_of_the_embedded_engine_is_here_before_the_first_trial(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("pipeline.models.resolve", asked.append)
+    spec = load_space(job.space_file, Overrides(model="org/mine"))
+    drive.fetch_models(spec.for_engine("embedded"))
+    assert asked == ["org/mine"]
