@@ -31,6 +31,7 @@ from pipeline.ruler import MeasurePlan, Ruler
 from pipeline.spec import Limits, ObjectiveSpec
 from pipeline.store import Study
 from pipeline.tokens import token_counter
+from pipeline.topology import gpu_state
 from pipeline.trial import Outcome, TrialRequest, judge, run_trial
 from serve.deployment import TAKEN_AWAY, Deployed, EngineOptions, delete_app, stale_apps
 from serve.engines.logs import second_try
@@ -129,7 +130,7 @@ def _attempt(proposal: Proposal, bench: Bench, on_phase: Callable[[str], None], 
             return replace(measured, notes=(*measured.notes, note))
         return measured
 
-    return run_trial(request, engine, measure, read_back, on_phase)
+    return run_trial(request, engine, measure, read_back, on_phase, gpu_state)
 
 
 def _profile(base_url: str, config: EngineConfig, study: Path) -> str | None:
@@ -179,7 +180,10 @@ def sweep(bench: Bench, nodes: Sequence[str], number: int | None = None) -> list
     clean = ray.remote(num_cpus=0)(_reap)
     try:
         left = [f"Ray Serve still has {name}" for name in stale_apps(prefix) if not delete_app(name)]
-        asked = [clean.options(resources={f"node:{node}": 0.001}).remote(str(folder)) for node in nodes]
+        alive = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        asked = [
+            clean.options(resources={f"node:{node}": 0.001}).remote(str(folder)) for node in nodes if node in alive
+        ]
         return left + [problem for found in ray.get(asked, timeout=SWEEP_S) for problem in found]
     except ray.exceptions.RayError as error:
         return [f"engines that could not be looked for: {type(error).__name__}: {error}"]

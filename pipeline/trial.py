@@ -100,7 +100,12 @@ class Outcome:
 
 
 def run_trial(
-    request: TrialRequest, engine: Engine, measure: Measure, read_back: ReadBack, on_phase: OnPhase
+    request: TrialRequest,
+    engine: Engine,
+    measure: Measure,
+    read_back: ReadBack,
+    on_phase: OnPhase,
+    gpu_state: Callable[[], dict[str, Any]] = dict,
 ) -> Outcome:
     """Run one trial to its end and return its record; failures are records too."""
     facts: dict[str, Any] = {"started_at": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -113,6 +118,7 @@ def run_trial(
                 measured = measure(
                     engine.base_url, watch=engine.check, on_phase=on_phase, stop_early=request.stop_early
                 )
+            facts["gpu_state"] = gpu_state()  # after the teardown it would be that of idle GPUs
             on_phase("teardown")
         greedy = measured.greedy
         facts |= _figures(request, measured)

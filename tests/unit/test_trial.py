@@ -61,7 +61,9 @@ class Figures:
 
 def run(engine: FakeEngine, measure: Callable[..., Any] = lambda *_, **__: Figures()) -> Outcome:
     request = TrialRequest("s", 3, "search", CONFIG, {"x": 1}, ObjectiveSpec(), Topology(), facts={"node": "n"})
-    return run_trial(request, engine, measure, lambda *_: {"engine_version": "1"}, phases.append)
+    return run_trial(
+        request, engine, measure, lambda *_: {"engine_version": "1"}, phases.append, lambda: {"0": list(phases)}
+    )
 
 
 phases: list[str] = []
@@ -88,6 +90,7 @@ def test_a_good_trial_has_figures_proof_and_phases() -> None:
     assert record.teardown == PROOF
     assert {"deploy", "measure"} <= set(record.phases_s)
     assert phases == ["launch", "teardown"]
+    assert record.gpu_state == {"0": ["launch"]}  # as it was under load, not after the teardown
 
 
 @pytest.mark.parametrize(
