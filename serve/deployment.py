@@ -86,10 +86,12 @@ class EngineReplica:
 
     def state(self) -> dict[str, Any]:
         """The launch, and what has become of it: resolved settings, a failure, or neither yet."""
-        return {"launch": self.launch, "resolved": self._resolved, "failure": self._failure}
+        return {"owner": os.getpid(), "launch": self.launch, "resolved": self._resolved, "failure": self._failure}
 
-    def check(self) -> Failure | None:
-        """Why the engine no longer answers, or None."""
+    def check(self, owner: int | None = None) -> Failure | None:
+        """Why the engine no longer answers, or None. Serve replaces a dead replica: `owner` says which one is meant."""
+        if owner not in (None, os.getpid()):
+            return _replaced(self.launch)
         if self._failure is None:
             try:
                 self._process.check()
@@ -115,6 +117,11 @@ class EngineReplica:
             self.stop()
 
 
+def _replaced(launch: Launch) -> Failure:
+    cause = "the engine's Serve replica was killed, and the engine with it"
+    return Failure(failure_class=FailureClass.KILLED, cause=cause, phase="engine", log_path=launch.log_path)
+
+
 def _gpu_ids() -> tuple[int, ...]:
     return tuple(int(gpu) for gpu in ray.get_gpu_ids())
 
@@ -138,6 +145,7 @@ class Deployed:
         self.teardown: TeardownProof | None = None
         self.phases_s: dict[str, float] = {}
         self._replica: Any = None
+        self._owner: int | None = None
 
     @property
     def base_url(self) -> str:
@@ -148,7 +156,7 @@ class Deployed:
 
     def check(self) -> None:
         """Raise the engine's failure, if it has one."""
-        failure = self._ask("check")
+        failure = self._ask("check", self._owner)
         if failure is not None:
             raise EngineError(failure)
 
@@ -157,7 +165,8 @@ class Deployed:
             with timed(self.phases_s, "deploy"):
                 self._replica = _deploy(application(self.config, self.options), self.app_name)
                 _await_place(self.options, self.app_name)
-                self.launch = self._ask("state")["launch"]
+                state = self._ask("state")
+                self._owner, self.launch = state["owner"], state["launch"]
             with timed(self.phases_s, "ready"):
                 self.resolved = self._await_ready()
         except BaseException:
@@ -171,17 +180,18 @@ class Deployed:
     def _await_ready(self) -> dict[str, Any]:
         while True:
             state = self._ask("state")
-            if state["failure"] is not None:
-                raise EngineError(state["failure"])
+            failure = state["failure"] if state["owner"] == self._owner else _replaced(state["launch"])
+            if failure is not None:
+                raise EngineError(failure)
             if state["resolved"] is not None:
                 resolved: dict[str, Any] = state["resolved"]
                 return resolved
             time.sleep(POLL_S)  # the engine process keeps its own deadlines
 
-    def _ask(self, method: str) -> Any:
+    def _ask(self, method: str, *args: Any) -> Any:
         """The replica's answer, or an EngineError when the replica itself is gone."""
         try:
-            return getattr(self._replica, method).remote().result(timeout_s=60)
+            return getattr(self._replica, method).remote(*args).result(timeout_s=60)
         except _NO_ANSWER as error:
             raise EngineError(self._gone(error)) from error
 

@@ -71,8 +71,7 @@ def test_an_engine_lives_as_long_as_its_block(engine: Deployed, tmp_path: Path) 
 def test_the_replica_dies(engine: Deployed, tmp_path: Path) -> None:
     with pytest.raises(EngineError) as caught, engine:
         os.kill(owner(tmp_path), signal.SIGKILL)
-        for _ in range(50):
-            engine.check()
+        engine.check()  # Serve has put another in its place, whose engine is none of this trial's
     assert caught.value.failure.failure_class is FailureClass.KILLED
     assert second_try(CONFIG, caught.value.failure) is not None
     assert engine.teardown is not None and engine.teardown.proven
