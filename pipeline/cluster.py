@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from pipeline.errors import PreflightError
 
 SLOT = "engine_slot"  # one a node: a trial has the node's GPUs to itself
+KNOCK_S = 10.0
 _QUIET = {
     # Ray reads these when it is imported or started.
     "RAY_AUTH_MODE": "disabled",
@@ -40,6 +42,8 @@ def cluster(address: str | None, gpus: int) -> Iterator[tuple[str, ...]]:
     """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+    if address is not None:
+        _knock(address)
     import ray
 
     try:
@@ -57,6 +61,17 @@ def cluster(address: str | None, gpus: int) -> Iterator[tuple[str, ...]]:
         yield nodes
     finally:
         ray.shutdown()  # a local cluster ends with it, Serve included
+
+
+def _knock(address: str) -> None:
+    """Ray itself would wait for many minutes where nobody listens."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not (host and port.isdecimal()):
+        return  # `auto`, or a word that Ray refuses
+    try:
+        socket.create_connection((host, int(port)), timeout=KNOCK_S).close()
+    except (OSError, OverflowError) as error:
+        raise PreflightError(f"no Ray cluster at {address}: {error}") from error
 
 
 def _options(address: str | None, gpus: int) -> dict[str, Any]:

@@ -225,6 +225,7 @@ def test_a_resumed_study_must_have_the_same_machine_and_model(tmp_path: Path) ->
     ("more", "words"),
     [
         (("--address", "nonsense"), "no Ray cluster at nonsense"),
+        (("--address", "127.0.0.1:9"), "no Ray cluster at 127.0.0.1:9: "),
         (("--tracking-uri", "nonsense"), "is no MLflow store"),
         (("--resume", "nowhere"), "no study at nowhere"),
         (("--tensor-parallel-size", "4"), "needs 4 GPUs, this machine has 2"),
