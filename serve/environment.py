@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+
+METRICS_PORT, STATS_PORT = 9101, 8404  # Ray's defaults
+
+
+def _free(wanted: int) -> int:
+    """The wanted port, or any other when it is taken."""
+    for port in (wanted, 0):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("0.0.0.0", port))  # noqa: S104 - HAProxy listens there, and cannot be told otherwise
+            return int(probe.getsockname()[1])
+    raise OSError("no free port")
 
 
 def serve_environment(port: int, *, haproxy: bool = True) -> dict[str, str]:
@@ -31,4 +44,7 @@ def serve_environment(port: int, *, haproxy: bool = True) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        # HAProxy does not start while another one on this machine holds its own two ports.
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free(METRICS_PORT)),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free(STATS_PORT)),
     }

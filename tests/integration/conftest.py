@@ -17,6 +17,8 @@ FAKE = Path(__file__).parent.parent / "fakes" / "sglang_server.py"
 GPUS = 4
 # Ray and Serve read these when they are imported.
 os.environ.update(serve_environment(PORT), RAY_AUTH_MODE="disabled")
+# Two workers look at the same moment: each takes ports of its own.
+os.environ.update({f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")})
 
 
 @pytest.fixture(scope="session")
