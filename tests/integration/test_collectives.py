@@ -37,11 +37,12 @@ def _made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*settings: Setting, deadlines: Deadlines = QUICK, **more: Any) -> Timed:
+    before = set(psutil.Process().children(recursive=True))  # another test's cluster may live in this process
     found = time_settings(
         settings, SHAPE, messages(SHAPE, 2, [1, 8]), 2,
         lambda one: collective_environment(one.config, os.environ), deadlines=deadlines, **more,
     )  # fmt: skip
-    mine = psutil.Process().children(recursive=True)
+    mine = set(psutil.Process().children(recursive=True)) - before
     assert [p for p in mine if p.status() != psutil.STATUS_ZOMBIE] == []
     return found
 

@@ -47,7 +47,7 @@ class Replay:
 
     def longest_silence_s(self, until_s: float) -> float:
         """The largest silence that the clock reports, looking every second until the ready line or `until_s`."""
-        clock = watch.StallClock(watch.Log(self.path), guard_pid=0)
+        clock = watch.StallClock(watch.Log(self.path), guard_pid=os.getpid())
         clock.log.offset = 0
         start, worst = self.now, 0.0
         while not logs.is_ready(self.path.read_text()) and self.now - start < until_s:
