@@ -362,6 +362,7 @@ def run_search(adapter: Adapter, bench: Bench, storage: Path) -> None:
         tune_config=tune.TuneConfig(
             search_alg=adapter,
             num_samples=-1,
+            reuse_actors=True,  # importing everything anew takes seconds a trial
             trial_name_creator=lambda trial: f"trial-{trial.trial_id}",
             trial_dirname_creator=lambda trial: f"trial-{trial.trial_id}",
         ),
