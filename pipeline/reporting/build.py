@@ -13,7 +13,7 @@ from pipeline.reporting import facts, loads
 from pipeline.reporting.command import pasteable
 from pipeline.reporting.model import LoadAdvice, Point, Report, Row, Verdict
 from pipeline.selection import Row as Ranked
-from pipeline.selection import Selection, select
+from pipeline.selection import Selection, baseline_id, select
 from pipeline.spec import Goal, ObjectiveSpec
 
 _UNITS = {"output_tok_per_s": "tok/s", "requests_per_s": "requests/s"}
@@ -35,7 +35,7 @@ def build(
     """
     selection = select(records, objective)
     grouped = facts.launches(records)
-    home = facts.baseline_id(records)
+    home = baseline_id(records)
     measured = facts.points(grouped, home)
     winner = selection.winner
     dissected = facts.anatomies(grouped, measured, home)

@@ -34,11 +34,6 @@ def launches(records: Iterable[TrialRecord]) -> Launches:
     return dict(grouped)
 
 
-def baseline_id(records: Iterable[TrialRecord]) -> str | None:
-    """The configuration of the no-speculation baseline."""
-    return next((r.config_id for r in records if r.role == "baseline"), None)
-
-
 def points(grouped: Launches, baseline: str | None) -> tuple[Point, ...]:
     """Every configuration at every load level, pooled over its launches."""
     plain = {key: _pooled(found) for key, found in _levels(grouped.get(baseline or "", ())).items()}

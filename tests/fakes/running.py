@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,13 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from serve.process import free_port
+
+__all__ = ["fake_server", "free_port"]
+
 SERVER = Path(__file__).with_name("sglang_server.py")
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @contextmanager
