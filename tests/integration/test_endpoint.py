@@ -161,7 +161,7 @@ JSON = st.recursive(
 FIELDS = st.sampled_from(["model", "messages", "prompt", "max_tokens", "stream", "stop", "n", "tools", "logprobs"])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     method=st.sampled_from(["GET", "POST", "PUT", "DELETE"]),
     path=st.sampled_from(["/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/embeddings", "/v1/%00", "/"]),

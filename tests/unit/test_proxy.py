@@ -253,7 +253,7 @@ async def test_health_follows_the_engine_and_metrics_join_both() -> None:
 METHODS = st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     method=METHODS,
     path=st.one_of(st.sampled_from([CHAT, "/v1/models", "/v1/models/a", "/health", "/metrics"]), st.text(max_size=30)),
@@ -284,8 +284,11 @@ def test_no_request_makes_the_endpoint_itself_fail(
         return sent
 
     sent = asyncio.run(ask())
-    assert sent[0]["status"] in (400, 404, 405, 413, 503)
-    assert json.loads(sent[1]["body"])["error"]["message"]
+    if (method, path) == ("GET", "/metrics"):
+        assert sent[0]["status"] == 200  # the endpoint's own figures need no engine
+    else:
+        assert sent[0]["status"] in (400, 404, 405, 413, 503)
+        assert json.loads(sent[1]["body"])["error"]["message"]
     assert not sent[1]["more_body"]
 
 

@@ -213,7 +213,7 @@ def test_levels_are_mixed_by_the_objective() -> None:
     assert one.baseline.values[0].value == pytest.approx(100.0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10_000))
 def test_a_selection_survives_the_ledger_in_any_order_of_confirmation(seed: int) -> None:
     ledger = confirmed(0.08, other=0.01, seed=seed)

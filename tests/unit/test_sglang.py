@@ -286,7 +286,7 @@ collectives = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(speculations, collectives, st.sampled_from(["0.5.17", "0.5.23"]))
 def test_every_configuration_is_launchable_text(speculation: Speculation, asked: Collectives, release: str) -> None:
     planned = launch(config(speculation, collectives=asked), release)

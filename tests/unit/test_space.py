@@ -143,7 +143,7 @@ def test_seeds_are_completed_and_every_algorithm_brings_its_default(space: Space
     assert (eagle.draft_model, eagle.num_steps, eagle.eagle_topk, eagle.num_draft_tokens) == ("head", None, None, None)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1))
 def test_every_suggested_point_lies_in_the_space_and_is_a_valid_configuration(space: Space, seed: int) -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)

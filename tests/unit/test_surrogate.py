@@ -82,7 +82,7 @@ def test_one_finished_trial_is_enough_to_go_on() -> None:
     assert np.isfinite(score).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(mean=st.floats(-5, 5), deviation=st.floats(1e-3, 5), best=st.floats(-5, 5))
 def test_expected_improvement_is_never_negative_and_grows_with_the_mean(
     mean: float, deviation: float, best: float
