@@ -1,4 +1,4 @@
-"""Every generated example is the same in every run, so that main stays green; HYPOTHESIS_PROFILE=wild draws new ones."""
+"""Generated examples are the same in every run, so that main stays green; HYPOTHESIS_PROFILE=wild draws new ones."""
 
 from __future__ import annotations
 
