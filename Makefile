@@ -32,7 +32,7 @@ types:
 	$(BIN)/mypy
 
 tests:
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10 \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10 \
 		--cov --cov-report=term:skip-covered --cov-fail-under=85 $(ARGS)
 
 # Both locked groups still resolve to what is locked; the second is never installed here.
