@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import InputError, PreflightError
 from pipeline.live import Board
 from pipeline.store import RUNS, Study, check_root
-from pipeline.tracking import InBackground, MlflowTracker, NullTracker, Tracker, check_uri, default_uri
+from pipeline.tracking import Ending, InBackground, MlflowTracker, NullTracker, Tracker, check_uri, default_uri
 
 if TYPE_CHECKING:
     from pipeline.config import EngineConfig
@@ -80,11 +80,24 @@ def drive(job: Job) -> Ended:
             study = resumed or _created(job)
             board.say(f"study: {study.folder}")
             tracker = _tracker(job, study)
-            adapter = _search(job, study, nodes, board, tracker, hold)
-        if job.profile and adapter.done is not None and job.space.engine == "sglang":
-            _profile(study, board)
-        _close(job, study, adapter, tracker, board)
+            with _ending_told(tracker):
+                adapter = _search(job, study, nodes, board, tracker, hold)
+        with _ending_told(tracker):
+            if job.profile and adapter.done is not None and job.space.engine == "sglang":
+                _profile(study, board)
+            _close(job, study, adapter, tracker, board)
     return Ended(study, _exit_code(study, adapter))
+
+
+@contextmanager
+def _ending_told(tracker: Tracker) -> Iterator[None]:
+    """What ends the driver ends the study's run in MLflow too: it would stand there as running for ever."""
+    try:
+        yield
+    except BaseException as error:
+        ending: Ending = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+        tracker.finish({"why": f"the driver ended: {str(error) or type(error).__name__}"}, [], ending)
+        raise
 
 
 def _exit_code(study: Study, adapter: Adapter) -> int:
@@ -299,7 +312,7 @@ def _close(job: Job, study: Study, adapter: Adapter, tracker: Tracker, board: Bo
         study.add_facts(finished=True, ended=adapter.done, **_winner(selection, records))
     report = study_report(study)
     html = write_html(report, study.folder / "report.html")
-    tracker.finish(_outcome(selection), [html])
+    tracker.finish(_outcome(selection), [html], _ending(adapter))
     board.say(render(report, "text").rstrip("\n"))
     board.say(f"\nreport: {html}\nMLflow: make ui, then open http://127.0.0.1:5000 (study {study.name})")
     if adapter.left:
@@ -308,6 +321,13 @@ def _close(job: Job, study: Study, adapter: Adapter, tracker: Tracker, board: Bo
         runs = "" if job.runs == RUNS else f" --runs {job.runs}"
         again = f"python -m pipeline.tune {job.space_file} --resume {study.name}{runs}"
         board.say(f"stopped: {adapter.halted}. Go on with: {again}")
+
+
+def _ending(adapter: Adapter) -> Ending:
+    """A study that can be resumed is not finished; one that left something behind has failed."""
+    if adapter.left:
+        return "FAILED"
+    return "KILLED" if adapter.done is None else "FINISHED"
 
 
 def _winner(selection: Selection, records: list[TrialRecord]) -> dict[str, Any]:

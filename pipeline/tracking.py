@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pipeline.errors import InputError
 from pipeline.mlflow_view import summary_metrics, summary_params, view_tag
@@ -33,6 +33,7 @@ STUDY_TAG = "fastverify.study"
 MAX_PARAM = 500
 PATIENCE_S = 60.0  # for MLflow, before the first trial and after the last
 _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file")
+Ending = Literal["FINISHED", "KILLED", "FAILED"]  # MLflow's words: the study is over, goes on later, broke
 _STATUS = {"ok": "FINISHED", "reused": "FINISHED", "stopped": "FINISHED", "pruned": "KILLED", "failed": "FAILED"}
 
 
@@ -41,7 +42,7 @@ class Tracker(Protocol):
 
     def trial(self, record: TrialRecord) -> None: ...
 
-    def finish(self, outcome: dict[str, Any], artifacts: list[Path]) -> None: ...
+    def finish(self, outcome: dict[str, Any], artifacts: list[Path], ending: Ending = "FINISHED") -> None: ...
 
 
 class NullTracker:
@@ -50,7 +51,7 @@ class NullTracker:
     def trial(self, record: TrialRecord) -> None:
         """Ignore the record."""
 
-    def finish(self, outcome: dict[str, Any], artifacts: list[Path]) -> None:
+    def finish(self, outcome: dict[str, Any], artifacts: list[Path], ending: Ending = "FINISHED") -> None:
         """Ignore the outcome."""
 
 
@@ -74,9 +75,9 @@ class InBackground:
         """Have the record logged."""
         self._queue.put(lambda: self._tracker.trial(record))
 
-    def finish(self, outcome: dict[str, Any], artifacts: list[Path]) -> None:
+    def finish(self, outcome: dict[str, Any], artifacts: list[Path], ending: Ending = "FINISHED") -> None:
         """Have the outcome logged, and wait for all that is not yet there, within the limit."""
-        self._queue.put(lambda: self._tracker.finish(outcome, artifacts))
+        self._queue.put(lambda: self._tracker.finish(outcome, artifacts, ending))
         self._queue.put(None)
         self._thread.join(self._patience_s)
         if self._thread.is_alive():
@@ -125,10 +126,12 @@ class MlflowTracker:
 
     def _begin(self) -> None:
         self._open()
-        if self._system_metrics and self._parent is not None and self._client is not None:
+        if self._parent is None or self._client is None:
+            return
+        self._client.update_run(self._parent, status="RUNNING")  # a resumed study; and a monitor stops with its run
+        if self._system_metrics:
             from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-            self._client.update_run(self._parent, status="RUNNING")  # a monitor stops by itself with its run
             self._monitor = SystemMetricsMonitor(  # type: ignore[no-untyped-call]
                 self._parent, resume_logging=True, tracking_uri=self.uri
             )
@@ -138,9 +141,9 @@ class MlflowTracker:
         """Log one record as a child run."""
         self._guard(f"trial {record.number}", lambda: self._log_trial(record))
 
-    def finish(self, outcome: dict[str, Any], artifacts: list[Path]) -> None:
-        """Log what MLflow missed, then the study's outcome and its report."""
-        self._guard("study", lambda: self._finish(outcome, artifacts))
+    def finish(self, outcome: dict[str, Any], artifacts: list[Path], ending: Ending = "FINISHED") -> None:
+        """Log what MLflow missed, then the study's outcome, its report and how it ended."""
+        self._guard("study", lambda: self._finish(outcome, artifacts, ending))
 
     def _guard(self, what: str, action: Any) -> None:
         from mlflow.exceptions import MlflowException
@@ -206,7 +209,7 @@ class MlflowTracker:
         self._client.set_tag(run_id, TRIAL_TAG, str(record.number))
         self._client.set_terminated(run_id, status=_STATUS[record.status])
 
-    def _finish(self, outcome: dict[str, Any], artifacts: list[Path]) -> None:
+    def _finish(self, outcome: dict[str, Any], artifacts: list[Path], ending: Ending) -> None:
         assert self._client is not None and self._parent is not None
         if self._monitor is not None:
             self._monitor.finish()
@@ -219,7 +222,7 @@ class MlflowTracker:
         for path in artifacts:
             self._client.log_artifact(self._parent, str(path))
         self._client.set_experiment_tag(self._experiment, *view_tag(self._study.name, self._study.records()))
-        self._client.set_terminated(self._parent)
+        self._client.set_terminated(self._parent, status=ending)
 
     def sync(self) -> int:
         """Log the records that MLflow lacks; return how many there were."""

@@ -17,7 +17,7 @@ from pipeline.live import Board
 from pipeline.records import Topology
 from pipeline.space import EngineChoice, Overrides, load_space
 from pipeline.store import Study
-from pipeline.tracking import NullTracker
+from pipeline.tracking import Ending, NullTracker
 from tests.fakes.toy_search import record
 
 SPACE = "study: s\nembedded: {model: smollm2-135m, space: {speculation: {none: , NGRAM: }}}\nload: {concurrency: [8]}\n"
@@ -92,6 +92,40 @@ def test_the_end_says_how_to_go_on_and_what_is_left(job: Job, capsys: pytest.Cap
     drive._close(job, study, ended(done="enough"), NullTracker(), Board(tty=False))
     assert (study.facts["finished"], study.facts["ended"]) == (True, "enough")
     assert (study.folder / "report.html").is_file()
+
+
+class Told(NullTracker):
+    """Remembers how the study's run ended."""
+
+    def __init__(self) -> None:
+        self.endings: list[tuple[str, str]] = []
+
+    def finish(self, outcome: dict[str, Any], artifacts: list[Path], ending: Ending = "FINISHED") -> None:
+        self.endings.append((ending, str(outcome.get("why"))))
+
+
+@pytest.mark.parametrize(
+    ("how", "ending"),
+    [
+        ({"done": "every phase is complete"}, "FINISHED"),
+        ({"halted": "interrupted", "interrupted": True}, "KILLED"),
+        ({"halted": "the time for this run is over"}, "KILLED"),
+        ({"done": "every phase is complete", "left": "still there: pid 1"}, "FAILED"),
+    ],
+)
+def test_mlflow_hears_how_the_study_ended(job: Job, how: dict[str, Any], ending: str) -> None:
+    study, tracker = drive._created(job), Told()
+    study.append(record(0, job.space.baseline(), 100.0, "baseline"))
+    drive._close(job, study, ended(**how), tracker, Board(tty=False))
+    assert [told for told, _ in tracker.endings] == [ending]
+
+
+@pytest.mark.parametrize(("error", "ending"), [(KeyboardInterrupt(), "KILLED"), (OSError("disk full"), "FAILED")])
+def test_a_driver_that_dies_says_so_in_mlflow(error: BaseException, ending: str) -> None:
+    tracker = Told()
+    with pytest.raises(type(error)), drive._ending_told(tracker):
+        raise error
+    assert tracker.endings == [(ending, f"the driver ended: {str(error) or type(error).__name__}")]
 
 
 def test_winners_of_earlier_studies_on_such_a_machine_are_tried_first(job: Job) -> None:

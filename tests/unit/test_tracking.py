@@ -15,6 +15,7 @@ from pipeline.errors import InputError
 from pipeline.records import Launch, TrialRecord
 from pipeline.store import Study
 from pipeline.tracking import (
+    Ending,
     InBackground,
     MlflowTracker,
     NullTracker,
@@ -100,6 +101,20 @@ def test_the_outcome_and_the_report_are_on_the_parent(study: Study, uri: str, tm
     (parent,) = runs_of(study, uri)
     assert parent.data.metrics == {"noise_floor": 0.01}
     assert parent.data.tags["winner"] == "NGRAM"
+    assert parent.info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("ending", ["KILLED", "FAILED"])
+def test_a_study_that_was_stopped_is_not_finished_and_runs_again_when_resumed(
+    study: Study, uri: str, ending: Ending
+) -> None:
+    MlflowTracker(study, uri).finish({}, [], ending)
+    assert runs_of(study, uri)[0].info.status == ending
+    resumed = MlflowTracker(study, uri)
+    resumed.open()
+    assert runs_of(study, uri)[0].info.status == "RUNNING"
+    resumed.finish({}, [])
+    (parent,) = runs_of(study, uri)
     assert parent.info.status == "FINISHED"
 
 
