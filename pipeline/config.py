@@ -121,16 +121,29 @@ class EngineConfig(Frozen):
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def words(self) -> str:
-        """A short description for tables, such as `NGRAM draft=8 nccl_proto=LL`."""
+        """A short description for tables, such as `NGRAM draft=8 nccl_proto=LL`, without what is usual for n-grams."""
         spec = self.speculation.model_dump(exclude_none=True, exclude={"draft_model", "adaptive_config"})
+        usual = NGRAM_DEFAULTS[self.engine] if spec["algorithm"] == "NGRAM" else {}
         parts = [str(spec.pop("algorithm"))]
-        parts += [f"{_SHORT.get(key, key)}={value}" for key, value in spec.items() if value is not False]
+        parts += [
+            f"{_SHORT.get(key, key)}={value}"
+            for key, value in spec.items()
+            if value is not False and (key == "num_draft_tokens" or value != usual.get(key))
+        ]
         collectives = self.collectives.model_dump(exclude_none=True)
         parts += [f"{_SHORT.get(key, key)}={_word(value)}" for key, value in collectives.items()]
         if self.attention_backend:
             parts.append(f"attn={self.attention_backend}")
         return " ".join(parts)
 
+
+# What each engine takes where an n-gram setting is not stated.
+NGRAM_DEFAULTS: dict[EngineName, dict[str, int | str]] = {
+    "sglang": {
+        "num_draft_tokens": 12, "min_bfs_breadth": 1, "max_bfs_breadth": 10, "match_type": "BFS", "max_trie_depth": 18,
+    },
+    "embedded": {"num_draft_tokens": 12, "max_trie_depth": 2},
+}  # fmt: skip
 
 _SHORT = {
     "num_draft_tokens": "draft",

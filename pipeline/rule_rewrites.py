@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config import Collectives, DraftModelSpeculation
+from pipeline.config import NGRAM_DEFAULTS, Collectives, DraftModelSpeculation, NgramSpeculation
 from pipeline.rule_facts import (
     CUTEDSL_ARCHITECTURES,
     FUSED_ARCHITECTURES,
@@ -20,9 +20,6 @@ from pipeline.rule_facts import (
 _SWITCHES = (
     "mscclpp", "torch_symm_mem", "symm_mem", "pcie_ipc", "quant_communications", "nccl_p2p_disable", "nccl_shm_disable",
 )  # fmt: skip
-_NGRAM_DEFAULTS = {
-    "num_draft_tokens": 12, "min_bfs_breadth": 1, "max_bfs_breadth": 10, "match_type": "BFS", "max_trie_depth": 18,
-}  # fmt: skip
 _EMBEDDED_KEEPS = {"engine", "model", "tensor_parallel_size", "speculation", "collectives", "dtype", "context_length",
                    "max_running_requests", "extra_args", "env"}  # fmt: skip
 
@@ -152,7 +149,7 @@ def _ngram_defaults(facts: Facts) -> Changes:
     ngram = facts.ngram
     if ngram is None:
         return {}
-    return {f"speculation.{n}": v for n, v in _NGRAM_DEFAULTS.items() if getattr(ngram, n) is None}
+    return {f"speculation.{n}": v for n, v in NGRAM_DEFAULTS["sglang"].items() if getattr(ngram, n) is None}
 
 
 def _embedded_settings(facts: Facts) -> Changes:
@@ -171,12 +168,9 @@ def _embedded_ngram(facts: Facts) -> Changes:
     ngram = facts.ngram
     if ngram is None:
         return {}
-    unused = ("min_bfs_breadth", "max_bfs_breadth", "match_type", "external_corpus_path")
-    return {
-        "speculation.num_draft_tokens": ngram.num_draft_tokens or 12,
-        "speculation.max_trie_depth": ngram.max_trie_depth or 2,
-        **{f"speculation.{name}": None for name in unused},
-    }
+    usual = NGRAM_DEFAULTS["embedded"]
+    names = [name for name in NgramSpeculation.model_fields if name != "algorithm"]
+    return {f"speculation.{n}": (getattr(ngram, n) or usual[n]) if n in usual else None for n in names}
 
 
 def _embedded_chain(facts: Facts) -> Changes:

@@ -1,0 +1,24 @@
+"""A configuration in words: what a reader of a table must tell apart, and nothing that is the same everywhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.config import NGRAM_DEFAULTS, Collectives, EngineConfig, EngineName, NgramSpeculation
+
+
+@pytest.mark.parametrize(
+    ("engine", "changed", "words"),
+    [
+        ("sglang", {}, "NGRAM draft=12 nccl_proto=LL"),
+        ("sglang", {"max_bfs_breadth": 4, "num_draft_tokens": 8}, "NGRAM draft=8 max_bfs_breadth=4 nccl_proto=LL"),
+        ("embedded", {"num_draft_tokens": 4}, "NGRAM draft=4 nccl_proto=LL"),
+        ("embedded", {"max_trie_depth": 18}, "NGRAM draft=12 max_trie_depth=18 nccl_proto=LL"),
+    ],
+)
+def test_what_an_engine_takes_anyway_is_left_out_of_the_words(
+    engine: EngineName, changed: dict[str, int], words: str
+) -> None:
+    speculation = NgramSpeculation.model_validate(NGRAM_DEFAULTS[engine] | changed)
+    config = EngineConfig(engine=engine, model="m", speculation=speculation, collectives=Collectives(nccl_proto="LL"))
+    assert config.words() == words
