@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PreflightError
+from pipeline.records import Topology
+from pipeline.topology import preflight, probe
+from serve.environment import SLOT
 
-SLOT = "engine_slot"  # one a node: a trial has the node's GPUs to itself
 KNOCK_S = 10.0
+LOOK_S = 120.0  # a node's first worker imports everything
+# What two machines must share for their figures to stand in one ranking.
+KIND = ("gpu_count", "gpu_model", "peer_access", "link", "driver")
 _QUIET = {
     # Ray reads these when it is imported or started.
     "RAY_AUTH_MODE": "disabled",
@@ -61,6 +66,44 @@ def cluster(address: str | None, gpus: int) -> Iterator[tuple[str, ...]]:
         yield nodes
     finally:
         ray.shutdown()  # a local cluster ends with it, Serve included
+
+
+def check_nodes(nodes: Sequence[str], here: Topology, gpus: int, runs: Path) -> list[str]:
+    """Look at every node of a cluster as `preflight` looks at this one; return what is worth knowing, in words.
+
+    Args:
+        nodes: addresses of the nodes that may run trials.
+        here: the driver's machine, which the rules of the study go by.
+        gpus: GPUs that one trial holds.
+        runs: where studies are kept.
+
+    Raises:
+        PreflightError: a node is of another kind than `here`, or not ready; all of them are named.
+    """
+    import ray
+
+    look = ray.remote(num_cpus=0)(_look)
+    asked = [look.options(resources={f"node:{node}": 0.001}).remote(gpus, str(runs)) for node in nodes]
+    problems, warnings = [], []
+    for node, (there, found) in zip(nodes, ray.get(asked, timeout=LOOK_S), strict=True):
+        unlike = [f"{name} {getattr(there, name)}" for name in KIND if getattr(there, name) != getattr(here, name)]
+        if unlike:
+            problems.append(f"{node} is another kind of machine than this one: {', '.join(unlike)}")
+        elif isinstance(found, str):
+            problems.append(f"{node}: {found}")
+        else:
+            warnings += [f"{node}: {warning}" for warning in found]
+    if problems:
+        raise PreflightError("; ".join(problems))
+    return warnings
+
+
+def _look(gpus: int, runs: str) -> tuple[Topology, list[str] | str]:
+    """On a node: its fingerprint, and the preflight's warnings or what it refuses, in words."""
+    try:
+        return probe(), preflight(gpus, runs)
+    except PreflightError as error:
+        return probe(), str(error)
 
 
 def _knock(address: str) -> None:

@@ -23,6 +23,7 @@ from pipeline.records import LevelResult, Role, Topology, TrialRecord
 from pipeline.ruler import MeasurePlan, Ruler
 from pipeline.spec import LoadSpec
 from pipeline.tokens import token_counter
+from pipeline.topology import gpu_state
 from pipeline.trial import Outcome, TrialRequest, judge, run_trial
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class Bench:
             topology=self.topology,
             facts={**self.facts, "round": round_},
         )
-        outcome = run_trial(request, self._engine(config, number), self._measure(config, role), _read_back, _quiet)
+        engine, measure = self._engine(config, number), self._measure(config, role)
+        outcome = run_trial(request, engine, measure, _read_back, _quiet, gpu_state)
         record = self._judged(outcome)
         self.launches.append(record)
         if record.failure is not None:

@@ -19,7 +19,6 @@ from pydantic import TypeAdapter
 from ray import tune
 from ray.tune.search import Searcher as TuneSearcher
 
-from pipeline.cluster import SLOT
 from pipeline.config import EngineConfig
 from pipeline.errors import FastverifyError, MeasurementError
 from pipeline.lossless import GreedyOutput, Reference
@@ -35,6 +34,7 @@ from pipeline.topology import gpu_state
 from pipeline.trial import Outcome, TrialRequest, judge, run_trial
 from serve.deployment import TAKEN_AWAY, Deployed, EngineOptions, delete_app, stale_apps
 from serve.engines.logs import second_try
+from serve.environment import SLOT
 from serve.process import reap
 
 log = logging.getLogger(__name__)

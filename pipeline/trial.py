@@ -5,9 +5,7 @@ Whatever goes wrong becomes a record with a reason; the caller never sees an eng
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -16,6 +14,7 @@ from pipeline.config import EngineConfig
 from pipeline.errors import EngineError, MeasurementError, TeardownError
 from pipeline.lossless import GreedyOutput, Reference, compare
 from pipeline.metrics import objective, with_accept_rate
+from pipeline.phases import timed
 from pipeline.records import (
     Failure,
     FailureClass,
@@ -114,7 +113,7 @@ def run_trial(
     try:
         on_phase("launch")
         with engine:
-            with _timed(phases, "measure"):
+            with timed(phases, "measure"):
                 measured = measure(
                     engine.base_url, watch=engine.check, on_phase=on_phase, stop_early=request.stop_early
                 )
@@ -186,12 +185,3 @@ def _record(request: TrialRequest, facts: dict[str, Any], phases: dict[str, floa
         "phases_s": phases,
     }
     return TrialRecord(**{**request.facts, **fixed, **facts})
-
-
-@contextmanager
-def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        phases[name] = time.monotonic() - began

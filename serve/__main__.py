@@ -61,11 +61,12 @@ def _serve(service: Any, stop: threading.Event) -> None:
     from ray.serve.config import HTTPOptions
 
     from pipeline.topology import probe
+    from serve.environment import SLOT
     from serve.switching import put_in_service
 
     shape = service.shape
     # The slot lets `pipeline.promote --address auto` measure on this cluster.
-    resources: dict[str, float] = {"engine_slot": 1}
+    resources: dict[str, float] = {SLOT: 1}
     ray.init(
         include_dashboard=False, log_to_driver=False, configure_logging=False, resources=resources,
         num_gpus=probe().gpu_count,

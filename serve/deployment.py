@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +19,7 @@ from ray import serve
 
 from pipeline.config import EngineConfig
 from pipeline.errors import EngineError, TeardownError
+from pipeline.phases import timed
 from pipeline.records import Failure, FailureClass, Launch, TeardownProof
 from pipeline.spec import Limits
 from serve.engines import plan
@@ -209,16 +209,6 @@ class Deployed:
             self.teardown = _take_down(self._replica, self.options, self.app_name)
         if not self.teardown.proven:
             raise TeardownError(f"{self.app_name}: {', '.join(self.teardown.notes) or 'not proven gone'}")
-
-
-@contextmanager
-def timed(phases: dict[str, float], name: str) -> Iterator[None]:
-    """Store the seconds that a block took under its name."""
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        phases[name] = time.monotonic() - began
 
 
 def application(config: EngineConfig, options: EngineOptions, **deployment_options: Any) -> serve.Application:

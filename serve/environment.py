@@ -8,6 +8,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+SLOT = "engine_slot"  # a Ray resource, one a node: a trial has the node's GPUs to itself
 METRICS_PORT, STATS_PORT = 9101, 8404  # Ray's defaults
 
 

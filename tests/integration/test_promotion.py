@@ -83,8 +83,11 @@ def promote(runs: Path, made: Study, trial: int, registry: Registry, *, force: b
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_corrupt_winner_leaves_the_baseline_then_a_true_one_replaces_it_and_rollback_returns(tmp_path: Path) -> None:
+def test_a_corrupt_winner_leaves_the_baseline_then_a_true_one_replaces_it_and_rollback_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = tmp_path / "runs"
+    monkeypatch.setattr(promoting, "gpu_state", lambda: {"0": {"sm_clock_mhz": 1980}})
     made = study(runs, CORRUPT, FAST)
     registry = Registry(default_uri(runs), registered_name("fake-model"))
 
@@ -99,6 +102,8 @@ def test_a_corrupt_winner_leaves_the_baseline_then_a_true_one_replaces_it_and_ro
     assert second.promote == FAST.config_id
     assert second.claim.gain.value > 0.5
     assert next(gate for gate in second.gates if gate.name == "soak").passed
+    kept = json.loads((made.folder / "promotions" / "002" / "evidence.json").read_text())
+    assert all(launch["gpu_state"] == {"0": {"sm_clock_mhz": 1980}} for launch in kept["launches"])
     champion, previous = registry.by_alias(CHAMPION), registry.by_alias(PREVIOUS)
     assert champion is not None and previous is not None
     assert (champion.tags["config_id"], previous.tags["config_id"]) == (FAST.config_id, BASELINE.config_id)
