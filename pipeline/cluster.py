@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PreflightError
+from pipeline.facts import versions
 from pipeline.records import Topology
 from pipeline.topology import preflight, probe
 from serve.environment import SLOT
@@ -18,7 +19,7 @@ from serve.environment import SLOT
 KNOCK_S = 10.0
 LOOK_S = 120.0  # a node's first worker imports everything
 # What two machines must share for their figures to stand in one ranking.
-KIND = ("gpu_count", "gpu_model", "peer_access", "link", "driver")
+KIND = ("gpu_count", "gpu_model", "peer_access", "link", "sglang", "torch", "fastverify")
 _QUIET = {
     # Ray reads these when it is imported or started.
     "RAY_AUTH_MODE": "disabled",
@@ -85,10 +86,15 @@ def check_nodes(nodes: Sequence[str], here: Topology, gpus: int, runs: Path) -> 
     look = ray.remote(num_cpus=0)(_look)
     asked = [look.options(resources={f"node:{node}": 0.001}).remote(gpus, str(runs)) for node in nodes]
     problems, warnings = [], []
-    for node, (there, found) in zip(nodes, ray.get(asked, timeout=LOOK_S), strict=True):
-        unlike = [f"{name} {getattr(there, name)}" for name in KIND if getattr(there, name) != getattr(here, name)]
+    ours = _kind(here)
+    for node, (theirs, found) in zip(nodes, ray.get(asked, timeout=LOOK_S), strict=True):
+        unlike = [
+            f"{name} {theirs.get(name)} there, {ours.get(name)} here"
+            for name in KIND
+            if theirs.get(name) != ours.get(name)
+        ]
         if unlike:
-            problems.append(f"{node} is another kind of machine than this one: {', '.join(unlike)}")
+            problems.append(f"{node} is another kind of machine: {', '.join(unlike)}")
         elif isinstance(found, str):
             problems.append(f"{node}: {found}")
         else:
@@ -98,12 +104,16 @@ def check_nodes(nodes: Sequence[str], here: Topology, gpus: int, runs: Path) -> 
     return warnings
 
 
-def _look(gpus: int, runs: str) -> tuple[Topology, list[str] | str]:
-    """On a node: its fingerprint, and the preflight's warnings or what it refuses, in words."""
+def _look(gpus: int, runs: str) -> tuple[dict[str, Any], list[str] | str]:
+    """On a node: its kind, and the preflight's warnings or what it refuses, in words."""
     try:
-        return probe(), preflight(gpus, runs)
+        return _kind(probe()), preflight(gpus, runs)
     except PreflightError as error:
-        return probe(), str(error)
+        return _kind(probe()), str(error)
+
+
+def _kind(topology: Topology) -> dict[str, Any]:
+    return {name: value for name, value in (topology.model_dump() | versions()).items() if name in KIND}
 
 
 def _knock(address: str) -> None:
@@ -126,6 +136,7 @@ def _options(address: str | None, gpus: int) -> dict[str, Any]:
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return {
         **common,
+        "address": "local",  # whatever RAY_ADDRESS says, and whatever cluster `ray start` has left here
         "num_cpus": max(2, os.cpu_count() or 1),
         "num_gpus": gpus,
         "resources": {SLOT: 1},

@@ -68,7 +68,7 @@ def drive(job: Job) -> Ended:
     An interrupt ends the trial in flight, takes its engine down and leaves a study that can be resumed. A study gets
     its folder only when all is ready for its first trial.
     """
-    from pipeline.cluster import cluster
+    from pipeline.cluster import check_nodes, cluster
 
     check_root(job.runs)
     check_uri(_tracking_uri(job))
@@ -77,6 +77,9 @@ def drive(job: Job) -> Ended:
         _prepare(job, board)
         # Ray sets its own handler for SIGTERM: ours comes after it.
         with cluster(job.address, job.topology.gpu_count) as nodes, interrupts() as hold:
+            if job.address is not None:
+                for warning in check_nodes(nodes, job.topology, job.gpus_per_trial, job.runs):
+                    board.say(f"watch: {warning}")
             study = resumed or _created(job)
             board.say(f"study: {study.folder}")
             tracker = _tracker(job, study)
