@@ -1,75 +1,61 @@
-"""Where the milliseconds of a decode step go, from SGLang's own torch profiler.
+"""Where the milliseconds of a decode step go.
 
-`parse` turns one rank's Chrome trace into a `StepProfile`; `pipeline.capture` takes the traces. GPU work
-is tied to the pass that launched it through CUPTI's correlation ids: a kernel, also one inside a replayed
-CUDA graph, carries the id of the call that launched it, and that call lies inside the spans SGLang writes
-(`step[TARGET_VERIFY bs=8]`, `draft`, `draft_extend`). So it holds under overlapped scheduling, where the
-CPU runs a step ahead of the GPU.
+A profiler tells truly how long kernels run on the GPU, and hardly anything else: it slows the CPU, which leaves
+the GPU idle for longer and lets one rank wait for another. So the work on the GPU is taken from the trace, and what
+is left of the step from a run without the profiler. `pipeline.capture` takes both.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
 from pipeline.config import Frozen
 from pipeline.errors import MeasurementError
+from pipeline.trace import Kind, Pass, Shapes, Work, gpu_work
 
-Pass = Literal["prefill", "draft", "target", "other"]
-Kind = Literal["all_reduce", "all_gather", "collective", "compute"]
-
-# Read in SGLang 0.5.17: profile_utils.build_step_span_name, spec_utils.spec_stage_span. First match wins,
-# over all spans around a launch: a draft's own forward is `step[DECODE …]` inside `draft`.
-PASSES: tuple[tuple[re.Pattern[str], Pass], ...] = (
-    (re.compile(r"^step\[(EXTEND|MIXED|SPLIT_PREFILL)"), "prefill"),
-    (re.compile(r"^(draft|draft_extend)$|^step\[DRAFT"), "draft"),
-    (re.compile(r"^step\[(DECODE|TARGET_VERIFY)"), "target"),
-)
-# Kernel names of NCCL, SGLang's custom all-reduce (1- and 2-stage, JIT), FlashInfer and TRT-LLM fusion,
-# mscclpp and torch symmetric memory. A fused kernel (all-reduce + norm) counts as its all-reduce.
-KERNELS: tuple[tuple[re.Pattern[str], Kind], ...] = (
-    (re.compile(r"all_?gather", re.I), "all_gather"),
-    (re.compile(r"all_?reduce|cross_device_reduce|(one|two)_?shot|multimem", re.I), "all_reduce"),
-    (re.compile(r"^nccl|reduce_?scatter", re.I), "collective"),
-)
-_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _STALL = 3.0  # a cycle this many times the median held something else: a prefill, a pause
+_FITS = 1.02  # busy time over the measured step: two per cent more is the clock's
+_ALIKE = 1.1  # ranks of one launch do the same work
 
 
 class StepProfile(Frozen):
-    """One rank's mean decode step. The parts, exposed times in ms, add up to `step_ms`.
+    """One rank's mean decode step: exposed times in ms, of the trace unless said otherwise.
 
-    A collective that runs beside compute costs nothing and is not counted as collective time. Counts are
+    Exposed: a collective that runs beside compute on another stream costs nothing and is not counted. Counts are
     per target pass (`all_reduces`, `all_gathers`) and per cycle for the draft's passes together.
     """
 
     rank: str
     label: str = ""
     steps: int
-    step_ms: float
-    collectives_ms: float
+    step_ms: float  # under the profiler
+    collectives_ms: float  # moving data; waiting for another rank is apart
     compute_ms: float
     draft_ms: float  # the draft's passes, compute and collectives
     draft_collectives_ms: float
     other_ms: float  # sampling, acceptance, copies
+    waiting_ms: float | None = None  # in collectives, for another rank; None where it was not told apart
     gaps_ms: float  # no work on the GPU
+    work_ms: float | None = None  # all work, streams added up: more than the busy time where streams overlap
     all_reduces: float
     all_gathers: float
     draft_all_reduces: float
     draft_all_gathers: float
     kernels: dict[str, int] = Field(default_factory=dict)  # collective kernels of the target, by name
     measured_step_ms: float | None = None  # by the ruler, without the profiler
+    spans_step_ms: float | None = None  # with CPU activity, where these times are of GPU activity alone
+
+    @property
+    def busy_ms(self) -> float:
+        """Time in which the GPU did work, the union over its streams, waiting excluded."""
+        return self.collectives_ms + self.compute_ms + self.draft_ms + self.other_ms
 
     @property
     def overhead(self) -> float | None:
@@ -77,115 +63,70 @@ class StepProfile(Frozen):
         return self.step_ms / self.measured_step_ms - 1 if self.measured_step_ms else None
 
     @property
+    def idle_ms(self) -> float | None:
+        """Launches, gaps and waiting of the measured step: what its work leaves. None where the work does not fit."""
+        if self.measured_step_ms is None or self.busy_ms > self.measured_step_ms * _FITS:
+            return None
+        return max(0.0, self.measured_step_ms - self.busy_ms)
+
+    @property
     def parts_ms(self) -> dict[str, float]:
-        """The parts in the order in which a bar shows them."""
-        return {
+        """The parts in the order in which a bar shows them: of the measured step, else of the profiled one."""
+        work = {
             "collectives": self.collectives_ms,
             "compute": self.compute_ms,
             "draft": self.draft_ms,
             "other": self.other_ms,
-            "gaps": self.gaps_ms,
         }
+        idle = self.idle_ms
+        return work | {"idle": self.gaps_ms + (self.waiting_ms or 0.0) if idle is None else idle}
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    thread: tuple[Any, Any]
-    start: float
-    end: float
-    name: str
+def doubts(profiles: Sequence[StepProfile]) -> tuple[str, ...]:
+    """What speaks against a set of profiles, in words: work that is longer than the step, ranks that disagree."""
+    found = [
+        f"{p.label} {p.rank}: the GPU worked for {p.busy_ms:.2f} ms a step under the profiler, but a step without it "
+        f"takes {p.measured_step_ms:.2f} ms. The two were not the same step; do not read the parts."
+        for p in profiles
+        if p.measured_step_ms is not None and p.idle_ms is None
+    ]
+    ranks: dict[str, list[StepProfile]] = defaultdict(list)
+    for profile in profiles:
+        ranks[profile.label].append(profile)
+    for label, same in ranks.items():
+        least, most = (pick(same, key=lambda p: p.busy_ms) for pick in (min, max))
+        if most.busy_ms > least.busy_ms * _ALIKE:
+            found.append(
+                f"{label}: {most.rank} worked for {most.busy_ms:.2f} ms a step, {least.rank} for {least.busy_ms:.2f}. "
+                "Ranks do the same work, so waiting is counted as work in the longer one."
+            )
+    return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    start: float  # µs, as all times of a trace
-    end: float
-    kind: Kind
-    which: Pass
-    step: float | None  # start of the CPU span of the target pass that launched it
-    name: str
-
-
-def load_trace(path: Path) -> list[dict[str, Any]]:
-    """Events of a Chrome trace, plain or gzipped.
-
-    Raises:
-        MeasurementError: the file is no whole trace.
-    """
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        events: list[dict[str, Any]] = json.loads(raw)["traceEvents"]
-    except (OSError, EOFError, ValueError, KeyError) as error:
-        raise MeasurementError(f"{path} is no whole Chrome trace: {error}") from error
-    return events
-
-
-def parse(events: Iterable[dict[str, Any]], *, rank: str = "TP-0", label: str = "") -> StepProfile:
+def parse(
+    events: Iterable[dict[str, Any]], *, rank: str = "TP-0", label: str = "", shapes: Shapes | None = None
+) -> StepProfile:
     """Mean decode step of one rank.
 
     A step is the time from the first kernel of a target pass to that of the next. Steps with a prefill or a
     stall in them are left out.
 
+    Args:
+        events: of the rank's trace.
+        rank: its name.
+        label: the configuration in words.
+        shapes: for a trace of GPU activity alone, what `learn` found in one with SGLang's spans.
+
     Raises:
-        MeasurementError: the trace holds fewer than two decode steps, or no SGLang spans.
+        MeasurementError: the trace holds fewer than two decode steps, or none that can be told.
     """
-    work = sorted(_work(list(events)), key=lambda item: item.start)
-    cycles = _steady(list(_cycles(work)))
+    cycles = _steady(list(_cycles(gpu_work(list(events), shapes))))
     if not cycles:
         raise MeasurementError(f"no whole decode step in the trace of {rank}: profile more steps under load")
     return _profile(cycles, rank, label)
 
 
-def _work(events: list[dict[str, Any]]) -> Iterator[_Work]:
-    timed = [e for e in events if e.get("ph") == "X" and "ts" in e and "dur" in e]
-    spans = _spans(timed)
-    launches = {
-        e["args"]["correlation"]: e
-        for e in timed
-        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
-    }
-    labels: dict[Any, tuple[Pass, float | None]] = {}
-    for event in timed:
-        if event.get("cat") not in _GPU:
-            continue
-        correlation = event.get("args", {}).get("correlation")
-        if correlation not in labels:
-            labels[correlation] = _pass_of(launches.get(correlation), spans)
-        which, step = labels[correlation]
-        start = float(event["ts"])
-        name = str(event["name"])
-        yield _Work(start, start + float(event["dur"]), kind_of(name), which, step, name)
-
-
-def _spans(timed: Iterable[dict[str, Any]]) -> dict[tuple[Any, Any], list[_Span]]:
-    spans: dict[tuple[Any, Any], list[_Span]] = defaultdict(list)
-    for event in timed:
-        name = str(event["name"])
-        if event.get("cat") == "user_annotation" and any(pattern.search(name) for pattern, _ in PASSES):
-            thread, start = (event.get("pid"), event.get("tid")), float(event["ts"])
-            spans[thread].append(_Span(thread, start, start + float(event["dur"]), name))
-    return spans
-
-
-def _pass_of(launch: dict[str, Any] | None, spans: dict[tuple[Any, Any], list[_Span]]) -> tuple[Pass, float | None]:
-    """The pass that made a launch, and where that target pass began on the CPU."""
-    if launch is None:
-        return "other", None
-    at = float(launch["ts"])
-    around = [s for s in spans[(launch.get("pid"), launch.get("tid"))] if s.start <= at < s.end]
-    for pattern, which in PASSES:
-        for span in around:
-            if pattern.search(span.name):
-                return which, span.start if which == "target" else None
-    return "other", None
-
-
-def kind_of(kernel: str) -> Kind:
-    """What a kernel is, by its name."""
-    return next((kind for pattern, kind in KERNELS if pattern.search(kernel)), "compute")
-
-
-def _cycles(work: list[_Work]) -> Iterator[list[_Work]]:
+def _cycles(work: list[Work]) -> Iterator[list[Work]]:
     """GPU work from one target pass's first kernel to the next one's; cycles with prefill are left out."""
     first: dict[float, float] = {}
     for item in work:
@@ -195,21 +136,20 @@ def _cycles(work: list[_Work]) -> Iterator[list[_Work]]:
     for begin, end in pairwise(marks):
         inside = work[bisect_right(starts, begin) - 1 : bisect_right(starts, end) - 1]
         if not any(item.which == "prefill" for item in inside):
-            yield [*inside, _Work(end, end, "compute", "other", None, "")]
+            yield [*inside, Work(end, end, "compute", "other", None, "", None, None)]
 
 
-def _steady(cycles: list[list[_Work]]) -> list[list[_Work]]:
+def _steady(cycles: list[list[Work]]) -> list[list[Work]]:
     lengths = [cycle[-1].start - cycle[0].start for cycle in cycles]
     limit = _STALL * median(lengths) if lengths else 0.0
     return [cycle for cycle, length in zip(cycles, lengths, strict=True) if length <= limit]
 
 
-def _profile(cycles: list[list[_Work]], rank: str, label: str) -> StepProfile:
+def _profile(cycles: list[list[Work]], rank: str, label: str) -> StepProfile:
     shares = [_exposed(cycle) for cycle in cycles]
-    counts = Counter((item.which, item.kind) for cycle in cycles for item in cycle[:-1])
-    names = Counter(
-        item.name for cycle in cycles for item in cycle if item.which == "target" and item.kind != "compute"
-    )
+    work = [item for cycle in cycles for item in cycle[:-1] if item.kind != "waiting"]
+    counts = Counter((item.which, item.kind) for item in work)
+    names = Counter(item.name for item in work if item.which == "target" and item.kind != "compute")
 
     def ms(*parts: str) -> float:
         return fmean(sum(share.get(part, 0.0) for part in parts) for share in shares) / 1e3
@@ -227,7 +167,9 @@ def _profile(cycles: list[list[_Work]], rank: str, label: str) -> StepProfile:
         draft_ms=ms("draft compute", "draft collective"),
         draft_collectives_ms=ms("draft collective"),
         other_ms=ms("other compute", "other collective"),
+        waiting_ms=ms("waiting"),
         gaps_ms=ms("gap"),
+        work_ms=sum(item.end - item.start for item in work) / len(cycles) / 1e3,
         all_reduces=each("target", "all_reduce"),
         all_gathers=each("target", "all_gather"),
         draft_all_reduces=each("draft", "all_reduce"),
@@ -236,12 +178,12 @@ def _profile(cycles: list[list[_Work]], rank: str, label: str) -> StepProfile:
     )
 
 
-def _exposed(cycle: list[_Work]) -> dict[str, float]:
-    """Microseconds of a cycle by what ran: compute over collectives, the target over draft over other."""
+def _exposed(cycle: list[Work]) -> dict[str, float]:
+    """Microseconds of a cycle by what ran: compute over collectives over waiting, target over draft over other."""
     begin, end = cycle[0].start, cycle[-1].start
     edges = sorted({begin, end, *(t for w in cycle for t in (w.start, w.end) if begin < t < end)})
     totals: dict[str, float] = defaultdict(float)
-    active: list[_Work] = []
+    active: list[Work] = []
     pending = iter(cycle)
     upcoming = next(pending, None)
     for left, right in pairwise(edges):
@@ -257,6 +199,8 @@ def _exposed(cycle: list[_Work]) -> dict[str, float]:
 _RANK = {"target": 0, "draft": 1, "prefill": 2, "other": 3}
 
 
-def _lane(item: _Work) -> tuple[int, str]:
+def _lane(item: Work) -> tuple[int, str]:
+    if item.kind == "waiting":
+        return 20, "waiting"
     kind = "compute" if item.kind == "compute" else "collective"
     return (10 if kind == "collective" else 0) + _RANK[item.which], f"{item.which} {kind}"

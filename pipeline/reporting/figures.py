@@ -16,7 +16,7 @@ _HUES = {
     "STANDALONE": "#1aa37a", "DFLASH": "#d5682c",
 }  # fmt: skip
 _OTHERS = ("#3d8fdb", "#e69f00", "#1aa37a", "#cc79a7", "#d5682c")
-_PARTS = {"collectives": "#d5682c", "compute": "#3d8fdb", "draft": "#e69f00", "other": "#1aa37a", "gaps": "#8a8f98"}
+_PARTS = {"collectives": "#d5682c", "compute": "#3d8fdb", "draft": "#e69f00", "other": "#1aa37a", "idle": "#8a8f98"}
 _PHASES = ("#8a8f98", "#3d8fdb", "#e69f00", "#1aa37a", "#cc79a7", "#d5682c")
 _DASHES = ("solid", "dot", "dash", "longdash")  # a workload each
 

@@ -17,7 +17,7 @@ _CAPTIONS = {
     "break_even": "Above the dashed line speculation pays. A ray is one cycle time: move along it with the drafter, "
     "to a steeper one with a faster step.",
     "cycle": "A cycle longer than what its accept length allows loses.",
-    "step_time": "One decode step, by what the GPU did.",
+    "step_time": "One decode step without the profiler, by what the GPU did in it.",
     "parallel": "Each line is a configuration. Drag along an axis to select.",
     "timeline": "Trials in time, by phase.",
 }

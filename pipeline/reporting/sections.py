@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.anatomy import Anatomy, WhatIf
-from pipeline.profile import StepProfile
+from pipeline.profile import StepProfile, doubts
 from pipeline.records import Estimate
 from pipeline.reporting.model import Cost, LoadAdvice, Point, Report, Row
 
@@ -245,31 +245,27 @@ def _profiles(report: Report) -> Section | None:
     if not report.profiles:
         return None
     columns = (
-        "configuration", "rank", "step ms", "measured ms", "all-reduces", "all-gathers", "collectives ms", "compute ms",
-        "draft ms", "other ms", "gaps ms",
+        "configuration", "rank", "step ms", "all-reduces", "all-gathers", "collectives ms", "compute ms", "draft ms",
+        "other ms", "idle ms", "under the profiler",
     )  # fmt: skip
     rows = tuple(_profile_row(p) for p in report.profiles)
     return Section(
         "Where the milliseconds go",
         text=(
-            "One decode step by the torch profiler; the parts add up to it. Counts are of the target's pass; "
-            "collectives include waiting for the other ranks.",
+            "One decode step, on the GPU's own clock. The step was timed without the profiler; idle is what the work "
+            "on the GPU leaves of it: launches, gaps, waiting for other ranks. Counts are of the target's pass.",
         ),
         table=Table(columns, rows, frozenset(range(2, 11))),
-        after=tuple(_slowed(p) for p in report.profiles if p.overhead is not None and abs(p.overhead) > 0.1),
+        after=doubts(report.profiles),
         figures=("step_time",),
     )
-
-
-def _slowed(p: StepProfile) -> str:
-    word = "longer" if (p.overhead or 0) > 0 else "shorter"
-    return f"{p.label} {p.rank}: {abs(p.overhead or 0):.0%} {word} than without the profiler: read its shares."
 
 
 def _profile_row(p: StepProfile) -> tuple[str, ...]:
     parts = tuple(f"{ms:.2f}" for ms in p.parts_ms.values())
     measured = f"{p.measured_step_ms:.2f}" if p.measured_step_ms is not None else "–"
-    return (p.label, p.rank, f"{p.step_ms:.2f}", measured, f"{p.all_reduces:g}", f"{p.all_gathers:g}", *parts)
+    slowed = f"{p.step_ms:.2f} ({change(p.overhead)})" if p.overhead is not None else f"{p.step_ms:.2f}"
+    return (p.label, p.rank, measured, f"{p.all_reduces:g}", f"{p.all_gathers:g}", *parts, slowed)
 
 
 def _load(report: Report) -> Section | None:

@@ -80,11 +80,16 @@ class FakeTrace:
         self.graph([("flash_fwd_kernel", length), (self.all_reduce, 400.0)])
         self.span("step[EXTEND bs=1 toks=512]", start)
 
+    def gpu_only(self) -> list[dict[str, Any]]:
+        """The events of a profiler that was asked for GPU activity alone: no spans."""
+        return [event for event in self.events if event["cat"] != "user_annotation"]
+
     def pause(self, length: float) -> None:
         """Nothing runs."""
         self._gpu += length
 
-    def write(self, path: Path) -> Path:
+    def write(self, path: Path, *, spans: bool = True) -> Path:
         """Write as SGLang does, gzipped."""
-        path.write_bytes(gzip.compress(json.dumps({"traceEvents": self.events}).encode()))
+        events = self.events if spans else self.gpu_only()
+        path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
         return path

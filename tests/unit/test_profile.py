@@ -15,16 +15,17 @@ import pytest
 
 from pipeline.capture import capture, decode_step_ms, profile_engine, rank_of, targets
 from pipeline.errors import MeasurementError
-from pipeline.profile import kind_of, load_trace, parse
+from pipeline.profile import StepProfile, doubts, parse
 from pipeline.store import Study
+from pipeline.trace import gpu_work, kind_of, learn, load_trace
 from tests.fakes.fake_study import WINNER, full_study
 from tests.fakes.fake_trace import LAYERS, FakeTrace
 
 
-def speculative(steps: int = 6) -> FakeTrace:
+def speculative(steps: int = 6, gap: float = 100.0) -> FakeTrace:
     trace = FakeTrace()
     for _ in range(steps):
-        trace.speculative_step()
+        trace.speculative_step(gap=gap)
     return trace
 
 
@@ -49,9 +50,71 @@ def test_draft_passes_are_told_from_the_verify_pass() -> None:
     assert found.draft_ms == pytest.approx((2 * 44 + 8 * 12) / 1e3)
 
 
-def test_parts_add_up_to_the_step() -> None:
-    found = parse(speculative().events)
-    assert sum(found.parts_ms.values()) == pytest.approx(found.step_ms)
+def test_parts_add_up_to_the_step_that_was_timed_without_the_profiler() -> None:
+    profiled = parse(speculative().events)
+    assert sum(profiled.parts_ms.values()) == pytest.approx(profiled.step_ms)
+    measured = profiled.model_copy(update={"measured_step_ms": profiled.busy_ms + 0.05})
+    assert sum(measured.parts_ms.values()) == pytest.approx(measured.measured_step_ms)
+    assert measured.parts_ms["idle"] == pytest.approx(0.05)  # the profiled step idles for 0.2
+    assert measured.overhead is not None and measured.overhead > 0.03
+    assert doubts([measured]) == ()
+
+
+def test_work_that_is_longer_than_the_step_is_said() -> None:
+    profiled = parse(speculative().events)
+    short = profiled.model_copy(update={"measured_step_ms": profiled.busy_ms * 0.9})
+    assert short.idle_ms is None
+    assert "do not read the parts" in doubts([short])[0]
+
+
+def test_ranks_that_disagree_are_said() -> None:
+    one = parse(speculative().events)
+    other = one.model_copy(update={"rank": "TP-1", "compute_ms": one.compute_ms * 1.5})
+    assert "TP-1 worked for" in doubts([one, other])[0]
+    assert doubts([one, other.model_copy(update={"label": "another"})]) == ()
+
+
+def test_a_collective_that_waits_for_another_rank_is_no_work() -> None:
+    plain, late = FakeTrace(), FakeTrace()
+    for _ in range(6):
+        plain.plain_step()
+        late.plain_step()
+    first = next(e for e in late.events if "AllReduce" in e["name"] and e["ts"] > late.lag + 3000)
+    for event in late.events:  # this all-reduce and all that follows it on the GPU come 700 µs later
+        if event["cat"] == "kernel" and event["ts"] > first["ts"]:
+            event["ts"] += 700
+    first["dur"] += 700
+    found, usual = parse(late.events), parse(plain.events)
+    assert found.waiting_ms == pytest.approx(0.7 / found.steps)
+    assert found.busy_ms == pytest.approx(usual.busy_ms)
+    assert found.collectives_ms == pytest.approx(usual.collectives_ms)
+
+
+def test_a_kernel_launched_before_its_forerunner_ended_does_not_hide_it() -> None:
+    trace = FakeTrace()
+    for _ in range(5):
+        trace.plain_step()
+    usual = parse(trace.events)
+    for event in trace.events:  # programmatic dependent launch: it starts early and waits
+        if event["name"] == "sm90_xmma_gemm_bf16":
+            event["ts"], event["dur"] = event["ts"] - 8, event["dur"] + 8
+    found = parse(trace.events)
+    assert found.collectives_ms == pytest.approx(usual.collectives_ms)
+    assert found.compute_ms == pytest.approx(usual.compute_ms)
+
+
+def test_a_trace_of_gpu_activity_alone_is_read_by_what_was_learned_from_one_with_spans() -> None:
+    labelled, trace = speculative(8), speculative(4)
+    trace.prefill()
+    for _ in range(4):
+        trace.speculative_step(gap=20.0)
+    shapes = learn(gpu_work(labelled.events))
+    found, usual = parse(trace.gpu_only(), shapes=shapes), parse(labelled.events)
+    assert found.parts_ms | {"idle": 0} == pytest.approx(usual.parts_ms | {"idle": 0})
+    assert (found.all_reduces, found.draft_all_reduces) == (usual.all_reduces, usual.draft_all_reduces)
+    assert found.gaps_ms < usual.gaps_ms
+    with pytest.raises(MeasurementError):
+        parse(trace.gpu_only())
 
 
 def test_steps_with_a_prefill_or_a_stall_are_left_out() -> None:
@@ -118,7 +181,9 @@ def test_ranks_from_file_names() -> None:
 
 
 @contextmanager
-def profiling_server(*, writes: bool = True, tokens_a_step: int = 1) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+def profiling_server(
+    *, writes: bool = True, tokens_a_step: int = 1, lighter_gap: float = 20.0
+) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     """Answers like SGLang: /generate takes 20 ms and 0.2 ms a step; /start_profile writes two ranks' traces."""
     asked: list[tuple[str, Any]] = []
 
@@ -131,7 +196,9 @@ def profiling_server(*, writes: bool = True, tokens_a_step: int = 1) -> Iterator
                 answer = json.dumps({"text": "", "meta_info": self.decode(body)}).encode()
             elif writes:
                 for rank in range(2):
-                    speculative().write(Path(body["output_dir"]) / f"1764-TP-{rank}.trace.json.gz")
+                    spans = "CPU" in body["activities"]
+                    path = Path(body["output_dir"]) / f"1764-TP-{rank}.trace.json.gz"
+                    speculative(gap=100.0 if spans else lighter_gap).write(path, spans=spans)
             self.send_response(200)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
@@ -161,13 +228,20 @@ def busy() -> None:
     time.sleep(0.02)
 
 
-def test_capture_profiles_every_rank(tmp_path: Path) -> None:
-    with profiling_server() as (url, asked):
-        found = profile_engine(url, tmp_path / "p", busy, label="EAGLE3", num_steps=7, measured_step_ms=3.5)
+@pytest.mark.parametrize("lighter_gap", [20.0, 300.0])
+def test_capture_profiles_every_rank_and_takes_the_trace_that_slowed_it_less(
+    tmp_path: Path, lighter_gap: float
+) -> None:
+    with profiling_server(lighter_gap=lighter_gap) as (url, asked):
+        found = profile_engine(url, tmp_path / "p", busy, label="EAGLE3", ranks=2, num_steps=7, measured_step_ms=3.5)
     assert [p.rank for p in found] == ["TP-0", "TP-1"]
-    assert asked[0][0] == "/start_profile" and asked[0][1]["num_steps"] == 7
-    stored = json.loads((tmp_path / "p" / "profile.json").read_text())
-    assert (stored[1]["label"], stored[1]["measured_step_ms"]) == ("EAGLE3", 3.5)
+    assert [body["activities"] for path, body in asked if path == "/start_profile"] == [["CPU", "GPU"], ["GPU"]]
+    assert asked[0][1]["num_steps"] == 7
+    stored = [StepProfile(**p) for p in json.loads((tmp_path / "p" / "profile.json").read_text())]
+    assert (stored[1].label, stored[1].measured_step_ms) == ("EAGLE3", 3.5)
+    lighter = lighter_gap < 100
+    assert (stored[0].spans_step_ms is not None) == lighter
+    assert stored[0].gaps_ms == pytest.approx(0.04 if lighter else 0.2)
 
 
 def test_a_profiler_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
@@ -201,15 +275,22 @@ def test_baseline_winner_and_the_best_of_each_algorithm_are_profiled(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("trace", "target", "draft"),
-    [("baseline-nvlink.TP-0", (61, 1), (0, 0)), ("eagle3-pcie.TP-0", (61, 1), (9, 3))],
+    ("trace", "target", "draft", "measured"),
+    [("baseline-nvlink.TP-0", (61, 1), (0, 0), 1.98), ("eagle3-pcie.TP-0", (61, 1), (9, 3), 3.64)],
 )
 def test_real_traces_of_two_gpus_hold_what_the_model_must_send(
-    trace: str, target: tuple[int, int], draft: tuple[int, int]
+    trace: str, target: tuple[float, float], draft: tuple[float, float], measured: float
 ) -> None:
     """30 layers: two all-reduces each, one for the embedding, one all-gather of the logits; a draft sends its own."""
     path = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu2" / "traces" / f"{trace}.trace.json.gz"
-    profile = parse(load_trace(path), rank="TP-0")
+    events = load_trace(path)
+    profile = parse(events).model_copy(update={"measured_step_ms": measured})
     assert (profile.all_reduces, profile.all_gathers) == target
     assert (profile.draft_all_reduces, profile.draft_all_gathers) == draft
-    assert sum(profile.parts_ms.values()) == pytest.approx(profile.step_ms, rel=0.01)
+    assert sum(profile.parts_ms.values()) == pytest.approx(measured)
+    assert doubts([profile]) == ()
+    assert profile.waiting_ms is not None and profile.waiting_ms > 0.3  # the profiler set the ranks apart
+    gpu = [event for event in events if event.get("cat") != "user_annotation"]
+    alone = parse(gpu, shapes=learn(gpu_work(events)))
+    assert alone.busy_ms == pytest.approx(profile.busy_ms, rel=0.01)
+    assert alone.compute_ms == pytest.approx(profile.compute_ms, rel=0.01)
