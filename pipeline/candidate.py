@@ -112,7 +112,7 @@ def find_incumbent(registry: Registry, champion_file: Path) -> Incumbent:
     version = registry.by_alias(CHAMPION)
     if version is None:
         return Incumbent()
-    registered = Service.model_validate_json(registry.service(version)).spec.config
+    registered = Service.parse(registry.service(version), f"models:/{version.name}/{version.version}").spec.config
     if champion_file.is_file():
         local = Service.read(champion_file).spec.config
         if portable(local) == registered:

@@ -126,7 +126,7 @@ def previous_service(registry: Registry, file: Path) -> tuple[Service, Version]:
     kept = file.with_name(f"champion-{version.version}.json")  # with this machine's own paths
     if kept.is_file():
         return Service.read(kept), version
-    service = Service.model_validate_json(registry.service(version))
+    service = Service.parse(registry.service(version), f"models:/{version.name}/{version.version}")
     spec = service.spec.model_copy(
         update={"config": localized(service.spec.config), "folder": str((file.parent / "champion").resolve())}
     )

@@ -6,11 +6,14 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeline.cli import run_command
+
+if TYPE_CHECKING:
+    from serve.service import Service
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -23,25 +26,25 @@ def main(
     haproxy: Annotated[bool, typer.Option(help="HAProxy in front of the replicas, instead of Serve's proxy.")] = True,
 ) -> None:
     """Serve the champion behind /v1 until Ctrl-C. API keys: FASTVERIFY_API_KEYS_FILE, see `python -m serve.keys`."""
-    _check(file)
+    service = _service(file, port, host)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    environment(port or 8000, haproxy=haproxy)
+    environment(service.shape.port, haproxy=haproxy)
+    _serve(service, stop)
+
+
+def _service(file: Path, port: int | None, host: str | None) -> Service:
+    """What is to be served, and where; complains before Ray is imported, which takes seconds."""
+    from pipeline.errors import PreflightError
+    from serve.procfs import listening_inodes
     from serve.service import Service
 
     service = Service.read(file)
-    where = {"port": port or service.shape.port, "host": host or service.shape.host}
-    _serve(service.model_copy(update={"shape": service.shape.model_copy(update=where)}), stop)
-
-
-def _check(file: Path) -> None:
-    """Complain before Ray is imported, which takes seconds."""
-    from pipeline.errors import InputError
-
-    if not file.is_file():
-        expected = "a file written by `python -m pipeline.promote`"
-        raise InputError("there is no champion yet", source=str(file), expected=expected)
+    shape = service.shape.model_copy(update={"port": port or service.shape.port, "host": host or service.shape.host})
+    if listening_inodes(shape.port):
+        raise PreflightError(f"port {shape.port} is taken; --port takes another")
+    return service.model_copy(update={"shape": shape})
 
 
 def environment(port: int, *, haproxy: bool = True) -> None:
@@ -55,7 +58,7 @@ def environment(port: int, *, haproxy: bool = True) -> None:
     os.environ.update(serve_environment(port, haproxy=haproxy))
 
 
-def _serve(service: Any, stop: threading.Event) -> None:
+def _serve(service: Service, stop: threading.Event) -> None:
     import ray
     from ray import serve
     from ray.serve.config import HTTPOptions

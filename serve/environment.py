@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SLOT = "engine_slot"  # a Ray resource, one a node: a trial has the node's GPUs to itself
-METRICS_PORT, STATS_PORT = 9101, 8404  # Ray's defaults
+METRICS_PORT, STATS_PORT, FALLBACK_PORT = 9101, 8404, 8500  # Ray's defaults
 
 
 def _free(wanted: int) -> int:
@@ -48,4 +48,7 @@ def serve_environment(port: int, *, haproxy: bool = True) -> dict[str, str]:
         # HAProxy does not start while another one on this machine holds its own two ports.
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free(METRICS_PORT)),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(_free(STATS_PORT)),
+        # Where HAProxy turns to while no replica answers. Ray opens it with SO_REUSEPORT: two services on one
+        # machine would share it, and one would get requests of the other.
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free(FALLBACK_PORT)),
     }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from pipeline.config import EngineConfig, Frozen
 from pipeline.errors import InputError
@@ -82,13 +82,29 @@ class Service(Frozen):
         """Load a champion file.
 
         Raises:
-            InputError: it does not exist.
+            InputError: it does not exist, or is something else.
         """
         if not path.is_file():
             raise InputError(
                 "there is no champion yet", source=str(path), expected="a file written by `python -m pipeline.promote`"
             )
-        return cls.model_validate_json(path.read_text())
+        return cls.parse(path.read_text(), str(path))
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> Service:
+        """A champion from its JSON.
+
+        Raises:
+            InputError: it is something else; says where.
+        """
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise InputError(
+                f"not a champion: {first['msg']}", source=source, key=".".join(map(str, first["loc"])) or None,
+                expected="what `python -m pipeline.promote` wrote; promote again, or go back with --rollback",
+            ) from error  # fmt: skip
 
     def write(self, path: Path) -> None:
         """Store it, whole or not at all."""

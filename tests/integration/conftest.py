@@ -18,7 +18,8 @@ GPUS = 4
 # Ray and Serve read these when they are imported.
 os.environ.update(serve_environment(PORT), RAY_AUTH_MODE="disabled")
 # Two workers look at the same moment: each takes ports of its own.
-os.environ.update({f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")})
+OWN = ("HAPROXY_METRICS_PORT", "HAPROXY_STATS_PORT", "FALLBACK_PROXY_HTTP_PORT")
+os.environ.update({f"RAY_SERVE_{name}": str(free_port()) for name in OWN})
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 from pipeline.config import DraftModelSpeculation, EngineConfig
 from pipeline.errors import InputError
+from serve import environment
 from serve.environment import serve_environment
 from serve.middleware import OpenAIErrors
 from serve.portable import localized, portable
@@ -127,3 +129,21 @@ async def test_everything_else_passes_untouched() -> None:
     fine = [{"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]}, PLAIN[1]]
     assert (await ask(fine))[0] == fine
     assert (await ask(PLAIN, "/-/healthz"))[0] == PLAIN
+
+
+def test_the_ports_of_another_service_on_this_machine_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as Ray opens its fallback: it could be shared
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        monkeypatch.setattr(environment, "FALLBACK_PORT", taken)
+        assert int(serve_environment(8000)["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"]) != taken
+
+
+@pytest.mark.parametrize(("text", "said"), [("{", "Invalid JSON"), ('{"spec": {"config": {"engine": "x"}}}', "engine")])
+def test_what_is_no_champion_is_named(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "champion.json"
+    file.write_text(text)
+    with pytest.raises(InputError, match=f"champion.json: .*{said}"):
+        Service.read(file)

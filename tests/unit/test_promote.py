@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pipeline.config import EngineConfig
 from pipeline.installing import promotion_report
 from pipeline.promotion import Decision, Evidence
 from pipeline.records import Launch, TrialRecord
+from serve.service import ChampionSpec, Service
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,18 @@ def test_a_wrong_question_is_one_line_and_exit_code_2(argv: tuple[str, ...], sai
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
+    config = EngineConfig(engine="sglang", model="m")
+    Service(spec=ChampionSpec(config=config)).write(tmp_path / "champion.json")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        argv = [sys.executable, "-m", "serve", "--file", str(tmp_path / "champion.json"), "--port", port]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (2, f"error: port {port} is taken; --port takes another\n")
 
 
 def test_help_and_checks_import_no_ray() -> None:
