@@ -70,7 +70,15 @@ def ours(case: Case, requests: Sequence[PlannedRequest]) -> Figures:
 
 
 def bench_serving(case: Case, requests: Sequence[PlannedRequest]) -> Figures:
-    """sglang.bench_serving's figures, from its own output file."""
+    """sglang.bench_serving's figures."""
+    result = ask_bench_serving(case, requests)
+    if result["completed"] != len(requests):
+        raise MeasurementError(f"bench_serving completed {result['completed']} of {len(requests)}")
+    return _figures(result["output_throughput"], result["mean_ttft_ms"], result["mean_tpot_ms"])
+
+
+def ask_bench_serving(case: Case, requests: Sequence[PlannedRequest]) -> dict[str, Any]:
+    """Run sglang.bench_serving; what its own output file says."""
     with tempfile.TemporaryDirectory() as folder:
         prompts, out = Path(folder) / "prompts.json", Path(folder) / "out.jsonl"
         prompts.write_text(json.dumps([_sharegpt(i, text) for i, text in enumerate(_texts(requests))]))
@@ -88,14 +96,21 @@ def bench_serving(case: Case, requests: Sequence[PlannedRequest]) -> Figures:
             warmup_requests=0,
             output_file=out,
         )
-        result = json.loads(out.read_text().splitlines()[-1])
-    if result["completed"] != len(requests):
-        raise MeasurementError(f"bench_serving completed {result['completed']} of {len(requests)}")
-    return _figures(result["output_throughput"], result["mean_ttft_ms"], result["mean_tpot_ms"])
+        found: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
+    return found
 
 
 def guidellm(case: Case, requests: Sequence[PlannedRequest]) -> Figures:
     """guidellm's figures; its ITL is our TPOT."""
+    found = ask_guidellm(case, requests)
+    if found["request_totals"]["successful"] != len(requests):
+        raise MeasurementError(f"guidellm: {found['request_totals']}")
+    mean: Callable[[str], float] = lambda name: found[name]["successful"]["mean"]  # noqa: E731
+    return _figures(mean("output_tokens_per_second"), mean("time_to_first_token_ms"), mean("inter_token_latency_ms"))
+
+
+def ask_guidellm(case: Case, requests: Sequence[PlannedRequest]) -> dict[str, Any]:
+    """Run guidellm; the metrics in its own output file."""
     with tempfile.TemporaryDirectory() as folder:
         prompts, out = Path(folder) / "prompts.jsonl", Path(folder) / "out.json"
         rows = [{"prompt": text, "output_tokens_count": case.output_tokens} for text in _texts(requests)]
@@ -111,11 +126,8 @@ def guidellm(case: Case, requests: Sequence[PlannedRequest]) -> Figures:
             output=f"kind=json,path={out}",
         )
         (benchmark,) = json.loads(out.read_text())["benchmarks"]
-    found = benchmark["metrics"]
-    if found["request_totals"]["successful"] != len(requests):
-        raise MeasurementError(f"guidellm: {found['request_totals']}")
-    mean: Callable[[str], float] = lambda name: found[name]["successful"]["mean"]  # noqa: E731
-    return _figures(mean("output_tokens_per_second"), mean("time_to_first_token_ms"), mean("inter_token_latency_ms"))
+    found: dict[str, Any] = benchmark["metrics"]
+    return found
 
 
 TOOLS = {"bench_serving": bench_serving, "guidellm": guidellm}

@@ -39,3 +39,10 @@ def _environment(name: str, installs: Sequence[Sequence[str]]) -> Path:
             subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True, timeout=1800)
         done.touch()
     return python
+
+
+def release(python: Path, package: str) -> str:
+    """The version of a package in an environment."""
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    done = subprocess.run([str(python), "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    return done.stdout.strip()

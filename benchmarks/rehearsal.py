@@ -13,15 +13,15 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+from tests.fakes.running import serving
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINE = {"gpu_count": 8, "gpu_model": "NVIDIA H200", "sm": 90, "peer_access": False, "link": "pcie"}
@@ -56,38 +56,20 @@ def run(*words: str) -> dict[str, Any]:
     }
 
 
-def serve_and_chat(champion: Path, port: int) -> dict[str, Any]:
+def serve_and_chat(champion: Path) -> dict[str, Any]:
     """Serve the champion, ask it one thing, stop it."""
-    words = ("serve", "--file", str(champion), "--port", str(port))
-    process = subprocess.Popen(
-        [sys.executable, "-m", *words], cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
-    )
-    base = f"http://127.0.0.1:{port}/v1"
-    try:
-        model = _await(f"{base}/models", process)["data"][0]["id"]
+    with serving(champion, environment()) as url:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
+            model = json.load(answer)["data"][0]["id"]
         question = {
             "model": model,
             "messages": [{"role": "user", "content": "Which GPUs are you on?"}],
             "max_tokens": 8,
         }
         body, kind = json.dumps(question).encode(), {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{base}/chat/completions", body, kind)
+        request = urllib.request.Request(f"{url}/v1/chat/completions", body, kind)
         with urllib.request.urlopen(request, timeout=60) as answer:
             return {"command": "python -m serve", "model": model, "status": answer.status, "answer": json.load(answer)}
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(90)
-
-
-def _await(url: str, process: subprocess.Popen[bytes]) -> Any:
-    deadline = time.monotonic() + 180
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                return json.load(answer)
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    raise RuntimeError("the endpoint did not answer")
 
 
 def main() -> None:
@@ -95,7 +77,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu8" / "rehearsal")
     parser.add_argument("--trials", type=int, default=8)
-    parser.add_argument("--port", type=int, default=8123)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
@@ -106,7 +87,7 @@ def main() -> None:
             run("pipeline.promote", "verify", "--soak-minutes", "0.2", *where),
             run("pipeline.report", str(runs / "verify"), "--markdown"),
         ]
-        steps.append(serve_and_chat(runs / "champion.json", args.port))
+        steps.append(serve_and_chat(runs / "champion.json"))
         text = json.dumps(steps, indent=1, ensure_ascii=False)
         for path, name in ((temporary, "."), (sys.executable, "python3"), (str(ROOT), ".")):
             text = text.replace(path, name)

@@ -1,4 +1,4 @@
-"""Starts a fake SGLang server as a child and stops it again: a `with` block for tests and benchmarks."""
+"""Servers as children, each a `with` block for tests and benchmarks: a fake SGLang, and the endpoint itself."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from serve.process import free_port
 
-__all__ = ["fake_server", "free_port"]
+__all__ = ["fake_server", "free_port", "serving"]
 
 SERVER = Path(__file__).with_name("sglang_server.py")
+ROOT = SERVER.parent.parent.parent
 
 
 @contextmanager
@@ -27,29 +28,44 @@ def fake_server(flags: Sequence[str] = (), **knobs: Any) -> Iterator[str]:
     port = free_port()
     argv = [sys.executable, str(SERVER), "--model-path", "fake-model", "--port", str(port), *flags]
     env = os.environ | {"FAKE_SGLANG_KNOBS": json.dumps({"children": False, "start_ms": 0, **knobs})}
-    process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with _child(argv, env, port, start_s=20, stop_s=5) as url:
+        yield url
+
+
+@contextmanager
+def serving(champion: Path, environ: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """`python -m serve` as a person would start and end it; yields the endpoint's URL."""
+    port = free_port()
+    argv = [sys.executable, "-m", "serve", "--file", str(champion), "--port", str(port)]
+    env = {name: value for name, value in environ.items() if not name.startswith(("RAY_", "MLFLOW_"))}
+    with _child(argv, env, port, start_s=180, stop_s=60) as url:
+        yield url
+
+
+@contextmanager
+def _child(argv: Sequence[str], env: Mapping[str, str], port: int, *, start_s: float, stop_s: float) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
+    process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        _wait(process, url)
+        _wait(process, url, start_s)
         yield url
     finally:
         process.terminate()
         try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
+            process.wait(stop_s)
+        finally:
             process.kill()
-            process.wait(5)
 
 
-def _wait(process: subprocess.Popen[bytes], url: str) -> None:
-    end = time.monotonic() + 20
+def _wait(process: subprocess.Popen[bytes], url: str, limit_s: float) -> None:
+    end = time.monotonic() + limit_s
     while time.monotonic() < end:
         if process.poll() is not None:
-            raise RuntimeError(f"the fake server ended with {process.returncode}")
+            raise RuntimeError(f"the server ended with {process.returncode}")
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=1) as answer:
                 if answer.status == 200:
                     return
         except (urllib.error.URLError, OSError):
             time.sleep(0.05)
-    raise RuntimeError("the fake server did not come up in 20 s")
+    raise RuntimeError(f"the server did not come up in {limit_s:.0f} s")

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import openai
 import pytest
 
 from pipeline.registry import CHAMPION, PREVIOUS, Registry, registered_name
-from tests.fakes.running import free_port
+from tests.fakes.running import serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -47,34 +41,6 @@ def command(*argv: str, code: int = 0) -> str:
     return done.stdout
 
 
-@contextmanager
-def serving(runs: Path) -> Iterator[openai.OpenAI]:
-    """`python -m serve` as a person would start and end it."""
-    port = free_port()
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "MLFLOW_"))}
-    argv = [sys.executable, "-m", "serve", "--file", str(runs / "champion.json"), "--port", str(port)]
-    with subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            wait_healthy(f"http://127.0.0.1:{port}/health", process)
-            with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120) as client:
-                yield client
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
-
-
-def wait_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
-    ends = time.monotonic() + 180
-    while time.monotonic() < ends:
-        assert process.poll() is None
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    raise AssertionError("the endpoint did not become healthy")
-
-
 def test_tune_promote_chat_and_roll_back(tmp_path: Path) -> None:
     runs, space = tmp_path / "runs", tmp_path / "way.yaml"
     space.write_text(SPACE)
@@ -88,7 +54,10 @@ def test_tune_promote_chat_and_roll_back(tmp_path: Path) -> None:
     assert champion is not None
     assert champion.tags["study"] == "way"
 
-    with serving(runs) as client:
+    with (
+        serving(runs / "champion.json") as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120) as client,
+    ):
         model = client.models.list().data[0].id
         messages = [{"role": "user", "content": "Say hello."}]
         stream = client.chat.completions.create(model=model, messages=messages, max_tokens=8, stream=True)  # type: ignore[call-overload]
