@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,7 @@ from typing import Any
 from pipeline.errors import InputError, nearest
 
 TABLES = Path(__file__).with_name("flags")
+_READER = Path(__file__).with_name("sglang_parser.py")
 NEWEST = "0.5.23"
 READ_LIMIT_S = 180.0  # importing SGLang takes half a minute, more on a cold disk
 
@@ -108,7 +110,8 @@ def _cache_dir() -> Path:
 
 def _own_parser(release: str, cache: Path) -> FlagTable | None:
     """Read the installed parser once in a child process; None when it cannot be read."""
-    kept = cache / f"sglang-flags-{release}.json"
+    # Another version of the reading script reads anew.
+    kept = cache / f"sglang-flags-{release}-{zlib.crc32(_READER.read_bytes()):08x}.json"
     if not kept.is_file():
         text = _read_parser()
         if text is None:
@@ -121,9 +124,8 @@ def _own_parser(release: str, cache: Path) -> FlagTable | None:
 
 
 def _read_parser() -> str | None:
-    script = str(Path(__file__).with_name("sglang_parser.py"))
     # `-P` keeps this folder off the child's path: its `sglang.py` would hide the package.
-    command = [sys.executable, "-P", script]
+    command = [sys.executable, "-P", str(_READER)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=READ_LIMIT_S, check=True)
     except (subprocess.SubprocessError, OSError):

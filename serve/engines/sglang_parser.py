@@ -8,8 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+# What serves language models; the rest of the package is image models, tests and tools.
+SERVING = ("srt", "kernels")
+_QUOTED = re.compile(r"""["'](SGL(?:ANG)?_[A-Z0-9_]+)["']""")
 
 
 def flag_row(action: argparse.Action) -> dict[str, Any]:
@@ -33,15 +40,23 @@ def table(parser: argparse.ArgumentParser, variables: list[str]) -> dict[str, An
     return {"flags": dict(sorted(flags.items())), "variables": variables}
 
 
+def variables(declared: Iterable[str], package: Path) -> list[str]:
+    """Environment variables that SGLang declares, and those that its sources read past their declarations."""
+    sources = (path.read_text(errors="replace") for part in SERVING for path in (package / part).rglob("*.py"))
+    quoted = {name for text in sources for name in _QUOTED.findall(text)}
+    return sorted(quoted | {name for name in declared if name.startswith(("SGLANG_", "SGL_"))})
+
+
 def main() -> None:
     """Print the table of the SGLang that this interpreter imports."""
+    import sglang  # type: ignore[import-not-found,unused-ignore]
     from sglang.srt.environ import envs  # type: ignore[import-not-found,unused-ignore]
     from sglang.srt.server_args import ServerArgs  # type: ignore[import-not-found,unused-ignore]
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    variables = sorted(name for name in dir(type(envs)) if name.startswith(("SGLANG_", "SGL_")))
-    json.dump(table(parser, variables), sys.stdout)
+    package = Path(next(iter(sglang.__path__)))
+    json.dump(table(parser, variables(dir(type(envs)), package)), sys.stdout)
 
 
 if __name__ == "__main__":

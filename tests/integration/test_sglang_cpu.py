@@ -46,7 +46,8 @@ def engine(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> En
             "attention_backend": "torch_native",
             "max_running_requests": 4,
             "context_length": 1024,
-            "extra_args": ("--device", "cpu"),
+            # Otherwise the cache takes most of the machine's memory.
+            "extra_args": ("--device", "cpu", "--max-total-tokens", "8192"),
             "env": (("SGLANG_USE_CPU_ENGINE", "1"), ("OMP_NUM_THREADS", "1")),
             **settings,
         }

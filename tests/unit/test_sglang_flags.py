@@ -24,6 +24,7 @@ def test_bundled_tables_differ_where_the_releases_do() -> None:
     assert old.flags["--flashinfer-allreduce-fusion-backend"].choices == ("auto", "trtllm", "mnnvl")
     assert new.flags["--tp-size"].kind == "int" and new.flags["--mem-fraction-static"].kind == "float"
     assert len(old.flags) > 450 and len(new.flags) > 500
+    assert "SGLANG_USE_CPU_ENGINE" in old.variables & new.variables  # nowhere declared, read by its platforms
 
 
 def test_an_unknown_release_takes_the_closest_older_table_and_says_so() -> None:
@@ -79,6 +80,7 @@ def test_an_installed_release_is_asked_once_and_kept(monkeypatch: pytest.MonkeyP
     for folder in (package, package.parent):
         (folder / "__init__.py").write_text("")
     (package / "environ.py").write_text("class Envs:\n    SGLANG_NEW = 1\n\nenvs = Envs()\n")
+    (package / "platforms.py").write_text("import os\n\nCPU = os.getenv('SGLANG_USE_CPU_ENGINE', '0')\n")
     (package / "server_args.py").write_text(
         "class ServerArgs:\n    @staticmethod\n    def add_cli_args(parser):\n"
         "        print('a banner')\n"
@@ -89,9 +91,9 @@ def test_an_installed_release_is_asked_once_and_kept(monkeypatch: pytest.MonkeyP
     table = flags()
     assert (table.release, table.source) == ("9.9.9", "installed parser")
     assert table.flags["--brand-new"] == sglang_flags.Flag(1, "int", ("1", "2"))
-    assert table.variables == {"SGLANG_NEW"}
+    assert table.variables == {"SGLANG_NEW", "SGLANG_USE_CPU_ENGINE"}  # declared, and read past the declarations
     assert check_args(["--brand-new", "2"]).args == ("--brand-new", "2")
-    assert (tmp_path / "cache" / "fastverify" / "sglang-flags-9.9.9.json").is_file()
+    assert len(list((tmp_path / "cache" / "fastverify").glob("sglang-flags-9.9.9-*.json"))) == 1
 
 
 def test_an_installed_release_that_cannot_be_imported_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
