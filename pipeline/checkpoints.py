@@ -33,6 +33,12 @@ def architecture(model: str) -> str | None:
     return names[0] if isinstance(names[0], str) else None
 
 
+def context_length(model: str) -> int | None:
+    """Tokens that the folder's config.json allows a conversation; None for hub ids and where it does not say."""
+    stated = _text(_json(model, "config.json") or {}).get("max_position_embeddings")
+    return stated if isinstance(stated, int) else None
+
+
 def check_draft_model(target: str, draft: str, algorithm: str) -> str | None:
     """Why a local draft does not fit a local target, or None where it does or cannot be told.
 

@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from pipeline.errors import FastverifyError
+import typer
+
+from pipeline.errors import FastverifyError, InputError, nearest
 
 
-def run_command(app: Callable[..., Any]) -> None:
-    """Run a typer app; print an expected error in one line on stderr and exit with its code."""
+def run_command(app: typer.Typer) -> NoReturn:
+    """Run a typer app; print an expected error, a wrong flag too, in one line on stderr and exit with its code.
+
+    Help is plain text: boxes waste a narrow terminal, and a pipe.
+    """
+    app.rich_markup_mode = None
     try:
-        app()
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
     except FastverifyError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _fail(str(error), error.exit_code)
+    except typer.TyperException as error:
+        _fail(str(_misused(error)), InputError.exit_code)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        _fail("interrupted", 130)
+    except BrokenPipeError:  # the reader has gone, as `head` does; Python would complain of it at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:  # a place on disk that cannot be used is no fault of the program
+        if error.filename is None:
+            raise
+        _fail(f"{error.filename}: {error.strerror}", 2 if error.errno == errno.ENAMETOOLONG else 1)
+    sys.exit(code)
+
+
+def _fail(said: str, code: int) -> NoReturn:
+    print(f"error: {said}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _misused(error: Any) -> InputError:
+    """What typer refuses, in the words of every other mistake."""
+    param, cause = getattr(error, "param", None), error.__cause__
+    name = next((text for text in param.opts if text.startswith("--")), param.name) if param else None
+    if hasattr(error, "option_name") and hasattr(error, "possibilities"):
+        valid = [text for known in error.ctx.command.params for text in known.opts]
+        return InputError("no such option", key=error.option_name, nearest=nearest(error.option_name, valid))
+    if param is not None and hasattr(error, "param_type"):
+        said = (param.help or "").rstrip(".")
+        return InputError("missing", key=name, expected=said[:1].lower() + said[1:] or None)
+    if param is not None and hasattr(cause, "errors"):
+        first = cause.errors()[0]
+        expected = first["msg"].removeprefix("Input should be ").partition(",")[0]
+        return InputError(f"{first['input']!r} does not fit", key=name, expected=expected)
+    return InputError(error.format_message().rstrip("."))

@@ -7,6 +7,7 @@ Names are flat: `attention_backend`, `collectives.nccl_algo`, `speculation.NGRAM
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +37,7 @@ BRANCHES: dict[str, type[BaseModel]] = {
 _NOT_SETTINGS = {"engine", "model", "tensor_parallel_size", "speculation", "collectives", "env"}
 _FIXED_ONLY = {"extra_args", "trust_remote_code"}
 _RANGE_KEYS = {"choices", "low", "high", "step", "log", "type", "when"}
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MAX_LISTED = 100_000
 
 
@@ -156,11 +158,12 @@ def _entries(document: Document, nested: Any, key: Key, prefix: tuple[str, ...])
         return []
     if not isinstance(nested, dict):
         raise document.error(key, f"{nested!r} does not fit", expected="a mapping")
-    if prefix != ("env",):
-        valid = _children(prefix)
-        for name in nested:
-            if name not in valid:
-                raise document.unknown((*key, name), valid)
+    valid = None if prefix == ("env",) else _children(prefix)
+    for name in nested:
+        if valid is not None and name not in valid:
+            raise document.unknown((*key, name), valid)
+        if valid is None and not _VARIABLE.fullmatch(name):
+            raise document.error((*key, name), "no name of a variable", expected="letters, digits and _")
     return list(nested)
 
 
@@ -187,7 +190,7 @@ def read_dimension(document: Document, name: str, key: Key) -> Dimension:
         if part not in _RANGE_KEYS:
             raise document.unknown((*key, part), sorted(_RANGE_KEYS))
     if ("choices" in stated) == ("low" in stated or "high" in stated):
-        raise document.error(key, "states neither or both", expected="either `choices`, or `low` and `high`")
+        raise document.error(key, "no values, or two kinds", expected="either `choices`, or `low` and `high`")
     if "choices" in stated:
         _refuse_range_words(document, stated, key)
         return Dimension(name, "choices", _choices(document, name, stated["choices"], (*key, "choices")), key=key)
@@ -231,8 +234,8 @@ def _range(document: Document, name: str, stated: dict[str, Any], key: Key) -> D
     log = document.value(bool, stated.get("log", False), (*key, "log"))
     if low > high:
         raise document.error((*key, "high"), f"a reversed range, {low:g} to {high:g}", expected=f"high >= {low:g}")
-    if step is not None and step <= 0:
-        raise document.error((*key, "step"), f"{step:g} does not fit", expected="a step above 0")
+    if step is not None and not 0 < step <= (high - low or step):
+        raise document.error((*key, "step"), f"{step:g} does not fit", expected=f"a step above 0, up to {high - low:g}")
     if log and low <= 0:
         raise document.error((*key, "low"), f"log from {low:g}", expected="low > 0 for a log range")
     if log and step is not None:

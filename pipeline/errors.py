@@ -13,6 +13,7 @@ FastverifyError
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,7 @@ class InputError(UserError):
             parts.append(f"; expected {self.expected}")
         if self.nearest:
             parts.append(f"; did you mean {self.nearest!r}?")
-        return "".join(parts)
+        return re.sub(r"\s*\n\s*", " ", "".join(parts).strip())  # what others say of it may take several lines
 
 
 class PreflightError(UserError):

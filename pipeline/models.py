@@ -53,6 +53,11 @@ def known(model: str) -> bool:
     return model in MODELS or (Path(model) / "config.json").is_file() or _is_hub_id(model)
 
 
+def folder(model: str) -> str:
+    """Where `model` is or will be, without fetching it: a small model's place in the cache, else what was given."""
+    return str(cache_root() / MODELS[model].folder) if model in MODELS else model
+
+
 def resolve(model: str) -> Path:
     """The local folder of a model, fetched and converted when it is not there yet.
 

@@ -115,7 +115,7 @@ class _Builder:
 
     def build(self) -> Space:
         self.dropped: list[str] = []
-        self.lost: set[str] = set()
+        self.lost: tuple[str, ...] = ()
         key, stated = self._stated_space()
         algorithms = self._algorithms(stated, key)
         fixed = self._fixed()
@@ -174,7 +174,7 @@ class _Builder:
         if not isinstance(branches, dict):
             return ()  # `flatten` says what is wrong
         reasons = {name: self._lacks_algorithm(name) for name in branches}
-        self.lost = {name for name, reason in reasons.items() if reason}
+        self.lost = tuple(name for name, reason in reasons.items() if reason)
         self.dropped += [f"speculation.{name}: {reason}" for name, reason in reasons.items() if reason]
         return tuple(name for name, reason in reasons.items() if not reason) or ("none",)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
 from pipeline.config import Frozen
 from pipeline.errors import InputError, nearest
 from pipeline.records import Topology
-from pipeline.spec import Limits, LoadSpec, ObjectiveSpec, SamplerName, SearchSpec, WorkloadSpec
+from pipeline.spec import MOST_STREAMS, Limits, LoadSpec, ObjectiveSpec, SamplerName, SearchSpec, WorkloadSpec
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,17 @@ class Overrides:
     sampler: SamplerName | None = None
 
     def __post_init__(self) -> None:
-        counts = [("--tensor-parallel-size", self.tensor_parallel_size), ("--trials", self.trials)]
-        counts += [("--concurrency", count) for count in self.concurrency or ()]
-        for flag, value in [*counts, ("--time-budget", self.hours)]:
-            if value is not None and not 0 < value < math.inf:
-                raise InputError(f"{value} does not fit", key=flag, expected="a number above 0")
+        numbers: list[tuple[str, float | None, int]] = [
+            ("--tensor-parallel-size", self.tensor_parallel_size, 1024),
+            ("--trials", self.trials, 1_000_000),
+            ("--time-budget", self.hours, 10_000),
+            *(("--concurrency", count, MOST_STREAMS) for count in self.concurrency or ()),
+        ]
+        for flag, value, most in numbers:
+            if value is not None and not 0 < value <= most:
+                raise InputError(f"{value} does not fit", key=flag, expected=f"a number above 0, up to {most}")
+        if len(set(self.concurrency or ())) < len(self.concurrency or ()):
+            raise InputError("a level is stated twice", key="--concurrency")
         if self.seed is not None and not 0 <= self.seed < 2**32:
             raise InputError(f"{self.seed} does not fit", key="--seed", expected="0 to 4294967295")
         for flag, models in (("--model", (self.model,)), ("--draft-model", self.drafts)):
@@ -88,7 +94,7 @@ class Section(Frozen):
 class SpaceFile(Frozen):
     """The whole file; the parts from `workload` to `search` hold for both engines unless a section replaces them."""
 
-    study: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    study: str
     engine: Literal["auto", "sglang", "embedded"] = "auto"
     allow_lossy: bool = False
     sglang: Section | None = None
@@ -98,3 +104,10 @@ class SpaceFile(Frozen):
     objective: ObjectiveSpec = ObjectiveSpec()
     limits: Limits = Limits()
     search: SearchSpec = SearchSpec()
+
+    @field_validator("study")
+    @classmethod
+    def _names_a_folder(cls, study: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", study):
+            raise ValueError(f"{study!r} names no folder; expected up to 64 letters, digits and ._-")
+        return study

@@ -5,12 +5,18 @@ Pure data with defaults; `space.py` reads it from YAML and adds file, line and k
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.config import Frozen
 from pipeline.records import LoadLevel
+
+MOST_STREAMS = 10_000  # one sender, one event loop
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]  # a longer wait is a slip; timers do not take every number
+Streams = Annotated[int, Field(gt=0, le=MOST_STREAMS)]
+Requests = Annotated[int, Field(gt=0, le=1_000_000)]
+Tokens = Annotated[int, Field(gt=0, le=10_000_000)]
 
 
 class WorkloadSpec(Frozen):
@@ -21,31 +27,40 @@ class WorkloadSpec(Frozen):
     """
 
     prompts: dict[str, str] = Field(default_factory=lambda: {"extract": "extract", "open": "open"}, min_length=1)
-    output_tokens: PositiveInt = 128
+    output_tokens: Tokens = 128
     ignore_eos: bool = True
     temperature: NonNegativeFloat = 0.0
     seed: int = 0
-    greedy_prompts: PositiveInt = 8  # of each set, for the lossless check
-    greedy_tokens: PositiveInt = 32
+    greedy_prompts: Requests = 8  # of each set, for the lossless check
+    greedy_tokens: Tokens = 32
 
 
 class LoadSpec(Frozen):
     """The load levels, each applied to every workload, busiest first."""
 
-    concurrency: tuple[PositiveInt, ...] = ()
+    concurrency: tuple[Streams, ...] = ()
     request_rate: tuple[PositiveFloat, ...] = ()
     trace: str | None = None
-    requests_per_level: PositiveInt | None = None  # default: max(8, 4 x concurrency)
-    warmup_requests: PositiveInt | None = None  # default: concurrency of the busiest level
-    min_repeats: PositiveInt = 2
-    max_repeats: PositiveInt = 5
-    ci_width: PositiveFloat = 0.05  # stop when the 95 % interval is within ± this share of the mean
-    level_budget_s: PositiveFloat = 120.0
+    requests_per_level: Requests | None = None  # default: max(8, 4 x concurrency)
+    warmup_requests: Requests | None = None  # default: concurrency of the busiest level
+    min_repeats: Requests = 2
+    max_repeats: Requests = 5
+    ci_width: PositiveFloat = 0.05  # stop when the 95 % interval is within ± this share of every mean
+    level_budget_s: Seconds = 120.0
 
     @model_validator(mode="after")
     def _one_level_at_least(self) -> LoadSpec:
         if not self.concurrency and not self.request_rate and self.trace is None:
             raise ValueError("state at least one of concurrency, request_rate, trace")
+        return self
+
+    @model_validator(mode="after")
+    def _levels_are_distinct_and_repeats_in_order(self) -> LoadSpec:
+        for name, values in (("concurrency", self.concurrency), ("request_rate", self.request_rate)):
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name} lists a level twice")
+        if self.min_repeats > self.max_repeats:
+            raise ValueError(f"min_repeats is {self.min_repeats}, more than the {self.max_repeats} of max_repeats")
         return self
 
     def levels(self, workloads: tuple[str, ...]) -> tuple[LoadLevel, ...]:
@@ -98,13 +113,13 @@ class ObjectiveSpec(Frozen):
 class Limits(Frozen):
     """Deadlines of one launch, in seconds. Every wait has one."""
 
-    start_s: PositiveFloat = 1800.0  # total, launch to ready
-    stall_s: PositiveFloat = 180.0  # no log progress (and no compiler or weight loading of ours at work)
-    generate_s: PositiveFloat = 120.0  # one real generate, at readiness and as liveness
-    request_s: PositiveFloat = 600.0  # one measured request
-    silence_s: PositiveFloat = 120.0  # no chunk on any stream during measurement
-    stop_s: PositiveFloat = 30.0  # TERM to KILL
-    proof_s: PositiveFloat = 60.0  # KILL to memory back and ports free
+    start_s: Seconds = 1800.0  # total, launch to ready
+    stall_s: Seconds = 180.0  # no log progress (and no compiler or weight loading of ours at work)
+    generate_s: Seconds = 120.0  # one real generate, at readiness and as liveness
+    request_s: Seconds = 600.0  # one measured request
+    silence_s: Seconds = 120.0  # no chunk on any stream during measurement
+    stop_s: Seconds = 30.0  # TERM to KILL
+    proof_s: Seconds = 60.0  # KILL to memory back and ports free
 
 
 class Budget(Frozen):

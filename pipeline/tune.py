@@ -124,6 +124,7 @@ def _resolve(spec: SpaceSpec, *, dry_run: bool) -> tuple[Topology, str | None, E
 
     A dry run may assume the machine that the file states, so that a space can be checked anywhere.
     """
+    from pipeline.inputs import check_models, check_workload
     from pipeline.space import EngineChoice, choose_engine
     from pipeline.topology import probe
 
@@ -139,24 +140,9 @@ def _resolve(spec: SpaceSpec, *, dry_run: bool) -> tuple[Topology, str | None, E
     if not dry_run:
         part.check_paths()
     if choice.engine == "embedded":
-        _check_models(spec, part)
+        check_models(spec, part)
+    check_workload(spec, part)
     return topology, release or part.release, choice, part
-
-
-def _check_models(spec: SpaceSpec, part: Space) -> None:
-    """Whether the embedded engine's models can be had at all; nothing is fetched."""
-    from pipeline.errors import InputError, nearest
-    from pipeline.models import MODELS, known
-
-    named = {"model": part.model, **{f"draft_models.{name}": model for name, model in part.draft_models.items()}}
-    for key, model in named.items():
-        if not known(model):
-            source, line = part.places.get(key, (str(spec.path), None))
-            raise InputError(
-                f"no model {model!r}", source=source, line=line, key=f"embedded.{key}",
-                expected="a small model's name, a folder with a config.json, or a hub id such as org/name",
-                nearest=nearest(model, MODELS),
-            )  # fmt: skip
 
 
 def _release(spec: SpaceSpec) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -154,8 +155,8 @@ def _trace_row(path: str, line: int, row: Any) -> TraceRow:
         raise InputError(
             f"not a trace row ({error})", source=path, line=line, expected="timestamp_s, prompt_tokens, output_tokens"
         ) from error
-    if parsed.prompt_tokens < 1 or parsed.output_tokens < 1:
-        raise InputError("a length below 1", source=path, line=line)
+    if parsed.prompt_tokens < 1 or parsed.output_tokens < 1 or not math.isfinite(parsed.at_s):
+        raise InputError("a length below 1, or a time that is none", source=path, line=line)
     return parsed
 
 

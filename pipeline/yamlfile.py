@@ -23,8 +23,13 @@ from pipeline.errors import InputError, nearest
 Key = tuple[str | int, ...]
 M = TypeVar("M", bound=BaseModel)
 
-_MAX_NODES = 100_000  # aliases of aliases can make a small file endless
+_MAX_BYTES = 100_000  # the parser takes seconds for more
+_MAX_NODES = 20_000  # aliases of aliases can make a small file endless
+_SHOWN = 80  # characters of a value in an error
+_LARGEST, _LONGEST = 2**63 - 1, 300  # of numbers: their value, their characters
 _TAGS = {"map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value"}  # what YAML guesses
+_UNUSABLE = re.compile("[\0\ud800-\udfff]")
+_DEEPEST = 50
 _SWITCH_WORDS = {"on", "off", "yes", "no"}
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
@@ -100,6 +105,15 @@ def load(path: Path | str) -> Document:
     """Read a YAML file whose top level is a mapping."""
     source = str(path)
     text = _read(Path(path))
+    reader = _Reader(source)
+    try:
+        data = reader.read(_compose(text, source), ())
+    except RecursionError:
+        raise InputError("nested too deeply", source=source, expected="a space file") from None
+    return Document(source, data, reader.lines)
+
+
+def _compose(text: str, source: str) -> yaml.MappingNode:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -109,14 +123,18 @@ def load(path: Path | str) -> Document:
         raise InputError(f"not YAML: {error}", source=source) from None
     if not isinstance(node, yaml.MappingNode):
         raise InputError("the file holds no mapping", source=source, line=1, expected="`key: value` lines")
-    reader = _Reader(source)
-    data = reader.read(node, ())
-    return Document(source, data, reader.lines)
+    return node
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        if path.exists() and not path.is_file():  # a pipe would block, a device never end
+            raise InputError("not a file", source=str(path), expected="a UTF-8 text file")
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise InputError("larger than 100 kB", source=str(path), expected="a space file")
+        return data.decode()
     except FileNotFoundError:
         siblings = [entry.name for entry in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
         near = nearest(path.name, siblings)
@@ -139,6 +157,8 @@ class _Reader:
         self.lines.setdefault(key, node.start_mark.line + 1)
         if id(node) in self._open:
             raise self._error(node, key, "an alias that contains itself")
+        if len(key) > _DEEPEST:
+            raise self._error(node, key[:3], "nested too deeply")
         if len(self.lines) > _MAX_NODES:
             raise self._error(node, key, f"more than {_MAX_NODES} values")
         if node.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS:
@@ -176,6 +196,8 @@ class _Reader:
 
     def _scalar(self, node: yaml.ScalarNode, key: Key) -> Any:
         text = node.value
+        if _UNUSABLE.search(text):  # an escape in double quotes
+            raise self._error(node, key, "a character that no path, argument or variable can hold")
         if node.style is not None:  # quoted or a block: text, whatever it looks like
             return text
         if text.casefold() in _SWITCH_WORDS:
@@ -183,7 +205,10 @@ class _Reader:
                 node, key, f"YAML reads {text} as {_yaml(text.casefold() in ('on', 'yes'))}: quote it",
                 expected=f'"{text}" for the word, true or false for a switch',
             )  # fmt: skip
-        return _plain(text)
+        value = _plain(text)
+        if isinstance(value, int | float) and not -_LARGEST <= value <= _LARGEST:
+            raise self._error(node, key, f"{text} is too large a number")
+        return value
 
     def _error(self, node: yaml.Node, key: Key, problem: str, expected: str | None = None) -> InputError:
         return InputError(
@@ -197,17 +222,21 @@ def _plain(text: str) -> Any:
     if text.casefold() in ("true", "false"):
         return text.casefold() == "true"
     digits = text.replace("_", "")
+    if len(digits) > _LONGEST:
+        return text
     if _INT.fullmatch(digits):
         return int(digits)
     return float(digits) if _FLOAT.fullmatch(digits) else text
 
 
 def _yaml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …"
 
 
 def _expected(found: Any) -> str:
-    return str(found["msg"]).removeprefix("Input should be ").removeprefix("a valid ")
+    said = str(found["msg"]).removeprefix("Input should be ").removeprefix("a valid ")
+    return {"an object": "a mapping", "array": "a list"}.get(said, said)
 
 
 def _real_location(location: Key, data: Any, kind: str) -> Key:

@@ -1,0 +1,88 @@
+"""What a space file points to is looked at before a launch; the error is about the key, or lies in the file itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import InputError
+from pipeline.inputs import check_models, check_workload
+from pipeline.space import SpaceSpec, load_space
+
+SPACE = """\
+study: s
+embedded:
+  model: {model}
+  fixed: {fixed}
+workload: {workload}
+load: {load}
+"""
+
+
+def _load(tmp_path: Path, *, model: str = "", fixed: str = "{}", workload: str = "{}", load: str = "") -> SpaceSpec:
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    path = tmp_path / "space.yaml"
+    filled = {"model": model or tmp_path / "model", "fixed": fixed, "workload": workload}
+    path.write_text(SPACE.format(**filled, load=load or "{concurrency: [1]}"))
+    return load_space(path)
+
+
+def _error(spec: SpaceSpec) -> InputError:
+    with pytest.raises(InputError) as caught:
+        check_workload(spec, spec.for_engine("embedded"))
+    return caught.value
+
+
+def test_what_is_right_passes(tmp_path: Path) -> None:
+    spec = _load(tmp_path, workload="{output_tokens: 511}")
+    check_models(spec, spec.for_engine("embedded"))
+    check_workload(spec, spec.for_engine("embedded"))
+
+
+@pytest.mark.parametrize(
+    ("stated", "key", "words"),
+    [
+        ({"workload": "{prompts: {a: extrac}}"}, "workload.prompts.a", "no prompt set or file.*did you mean 'extract'"),
+        ({"workload": "{prompts: {a: EMPTY}}"}, "workload.prompts.a", "no prompts"),
+        ({"workload": "{output_tokens: 512}"}, "workload.output_tokens", "do not fit the context.*fewer than 512"),
+        ({"workload": "{greedy_tokens: 512}"}, "workload.greedy_tokens", "do not fit the context"),
+        ({"workload": "{output_tokens: 64}", "fixed": "{context_length: 64}"}, "workload.output_tokens", "than 64"),
+        ({"load": "{trace: nowhere.jsonl}"}, "load.trace", "cannot be read"),
+        ({"load": "{trace: EMPTY}"}, "load.trace", "the trace is empty"),
+    ],
+)
+def test_the_key_that_points_there_is_named(tmp_path: Path, stated: dict[str, str], key: str, words: str) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    spec = _load(tmp_path, **{k: v.replace("EMPTY", str(tmp_path / "empty.jsonl")) for k, v in stated.items()})
+    error = _error(spec)
+    assert (error.source, error.key) == (str(spec.path), key)
+    assert error.line == (5 if key.startswith("workload") else 6)
+    with pytest.raises(InputError, match=words):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("stated", "row", "words"),
+    [
+        ("workload: {prompts: {a: FILE}}", "{oops", "not JSON"),
+        ("workload: {prompts: {a: FILE}}", "7", "not a prompt"),
+        ("load: {trace: FILE}", '{"timestamp_s": NaN, "prompt_tokens": 1, "output_tokens": 1}', "a time that is none"),
+        ("load: {trace: FILE}", '{"timestamp_s": 0, "prompt_tokens": 0, "output_tokens": 1}', "a length below 1"),
+    ],
+)
+def test_a_bad_row_is_named_in_its_own_file(tmp_path: Path, stated: str, row: str, words: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f"\n{row}\n")
+    name, _, value = stated.partition(": ")
+    error = _error(_load(tmp_path, **{name: value.replace("FILE", str(file))}))
+    assert (error.source, error.line) == (str(file), 2)
+    assert words in error.problem
+
+
+def test_a_model_that_cannot_be_had(tmp_path: Path) -> None:
+    spec = _load(tmp_path, model="smollm2-135")
+    with pytest.raises(InputError, match=r"space\.yaml:3: embedded\.model: no model.*did you mean 'smollm2-135m'"):
+        check_models(spec, spec.for_engine("embedded"))
