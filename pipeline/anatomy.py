@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from pipeline.config import DflashSpeculation, EngineConfig, Frozen, NoSpeculation
+from pipeline.records import Estimate
 
 Bottleneck = Literal["step", "drafter", "none"]
 _WORTH = 1.02  # a gain below 2 % is not called one
@@ -185,6 +186,28 @@ def _lengths(top: int) -> list[float]:
     """About six accept lengths between 1 and `top`."""
     stride = max(1, round((top - 1) / 5))
     return [float(n) for n in (*range(1, top, stride), top)]
+
+
+class Simulated(Frozen):
+    """A launch whose accept length the engine made up, beside what the arithmetic says of it.
+
+    It is no trial record and has no answers: nothing can rank it, promote it or judge its text.
+    """
+
+    simulated: Literal[True] = True
+    config_id: str
+    name: str
+    level: str
+    asked: float
+    accept_length: float  # as the engine gave it
+    cycle_ms: float  # of the study's own launches
+    predicted_tok_per_s: float
+    measured: Estimate
+
+    @property
+    def error(self) -> float:
+        """Share by which the prediction is above what was measured."""
+        return self.predicted_tok_per_s / self.measured.value - 1
 
 
 class CollectiveShare(Frozen):

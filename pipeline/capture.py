@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import re
 import threading
 import time
@@ -227,17 +226,11 @@ def profile_trial(record: TrialRecord, folder: Path, *, streams: int, steps: int
         EngineError: it did not start.
         MeasurementError: no whole trace came.
     """
-    from pipeline.spec import Limits
-    from serve.engines import plan
-    from serve.process import EngineProcess, free_port
+    from pipeline.relaunch import relaunched
 
-    gpus = record.launch.gpu_ids if record.launch else ()
-    launch = plan(
-        record.config, port=free_port(), gpu_ids=gpus, inherited=dict(os.environ), log_path=str(folder / "engine.log")
-    )
-    with EngineProcess(launch, Limits(), engine=record.config.engine) as engine:
-        engine.wait_ready()
-        return profile_running(launch.base_url, record.config, folder, streams=streams, steps=steps)
+    folder.mkdir(parents=True, exist_ok=True)
+    with relaunched(record, folder / "engine.log") as (_, base_url):
+        return profile_running(base_url, record.config, folder, streams=streams, steps=steps)
 
 
 def profile_running(

@@ -77,9 +77,9 @@ def load_report(name: str) -> Report:
 def study_report(study: Study) -> Report:
     """The report of a study, finished or not."""
     from pipeline.reporting.build import build
-    from pipeline.reporting.facts import profiles
+    from pipeline.reporting.facts import profiles, simulated
 
-    return build(study.name, study.records(), study_objective(study), profiles(study.folder))
+    return build(study.name, study.records(), study_objective(study), profiles(study.folder), simulated(study.folder))
 
 
 def study_objective(study: Study) -> ObjectiveSpec:

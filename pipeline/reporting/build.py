@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline import ablation
-from pipeline.anatomy import Anatomy, what_if
+from pipeline.anatomy import Anatomy, Simulated, what_if
 from pipeline.goals import why_not
 from pipeline.profile import StepProfile
 from pipeline.records import LosslessResult, Topology, TrialRecord
@@ -24,6 +24,7 @@ def build(
     records: Sequence[TrialRecord],
     objective: ObjectiveSpec,
     profiles: tuple[StepProfile, ...] = (),
+    simulated: tuple[Simulated, ...] = (),
 ) -> Report:
     """Everything a study's records say, finished or not.
 
@@ -32,6 +33,7 @@ def build(
         records: its ledger.
         objective: its goals and limits.
         profiles: step profiles of some of its configurations.
+        simulated: launches with a made-up accept length.
     """
     selection = select(records, objective)
     grouped = facts.launches(records)
@@ -57,6 +59,7 @@ def build(
         anatomies=dissected,
         subject=subject,
         what_if=what_if(subject) if subject else None,
+        simulated=simulated,
         profiles=profiles,
         load=_load(measured, grouped, objective, selection),
         timeline=facts.timeline(records),

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
+from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline import anatomy
-from pipeline.anatomy import Anatomy
+from pipeline.anatomy import Anatomy, Simulated
 from pipeline.config import EngineConfig
 from pipeline.errors import InputError
 from pipeline.metrics import estimate
@@ -22,6 +22,7 @@ from pipeline.reporting.model import Cost, FailureLine, Point, Span
 
 _PHASES = {name: place for place, name in enumerate(("deploy", "launch", "ready", "warm", "measure", "", "teardown"))}
 
+T = TypeVar("T")
 Launches = dict[str, list[TrialRecord]]  # by configuration id
 
 
@@ -181,13 +182,24 @@ def timeline(records: Iterable[TrialRecord]) -> tuple[Span, ...]:
 
 def profiles(folder: Path) -> tuple[StepProfile, ...]:
     """Profiles taken of this study's configurations (`profiles/*/profile.json`)."""
-    found: list[StepProfile] = []
-    for path in sorted(folder.glob("profiles/*/profile.json")):
+    return tuple(p for found in _stored(folder, "profiles/*/profile.json", list[StepProfile]) for p in found)
+
+
+def simulated(folder: Path) -> tuple[Simulated, ...]:
+    """Launches with a made-up accept length (`simulated/*/*.json`), by configuration, level and length."""
+    found = _stored(folder, "simulated/*/*.json", Simulated)
+    return tuple(sorted(found, key=lambda run: (run.name, run.level, run.asked)))
+
+
+def _stored(folder: Path, pattern: str, kind: type[T]) -> list[T]:
+    found: list[T] = []
+    for path in sorted(folder.glob(pattern)):
         try:
-            found += TypeAdapter(list[StepProfile]).validate_python(json.loads(path.read_text()))
-        except (ValidationError, ValueError) as error:
-            raise InputError("not a profile", source=str(path), expected="what --profile writes") from error
-    return tuple(found)
+            found.append(TypeAdapter(kind).validate_json(path.read_bytes()))
+        except ValidationError as error:
+            name = path.parent.parent.name
+            raise InputError(f"not a file of {name}", source=str(path), expected="what a command here wrote") from error
+    return found
 
 
 def front(measured: Iterable[tuple[str, float, float]]) -> set[str]:

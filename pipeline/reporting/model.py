@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from pipeline.ablation import Effect
-from pipeline.anatomy import Anatomy, CollectiveShare, WhatIf
+from pipeline.anatomy import Anatomy, CollectiveShare, Simulated, WhatIf
 from pipeline.config import Frozen
 from pipeline.profile import StepProfile
 from pipeline.records import Estimate
@@ -149,6 +149,7 @@ class Report(Frozen):
     anatomies: tuple[Anatomy, ...] = ()
     subject: Anatomy | None = None  # the one that the what-if table is about
     what_if: WhatIf | None = None
+    simulated: tuple[Simulated, ...] = ()  # launches with a made-up accept length; never in the ranking
     collectives: CollectiveShare | None = None
     misfits: tuple[str, ...] = ()
     profiles: tuple[StepProfile, ...] = ()

@@ -72,6 +72,7 @@ def sections(report: Report) -> tuple[Section, ...]:
         _effects(report),
         _anatomy(report),
         _what_if(report),
+        _simulated(report),
         _collectives(report),
         _profiles(report),
         _load(report),
@@ -223,6 +224,29 @@ def _what_if(report: Report) -> Section | None:
         "What if",
         text=(f"{where}: tok/s by accept length and cycle; {plain}.",),
         table=Table(columns, rows, frozenset(range(len(columns)))),
+    )
+
+
+def _simulated(report: Report) -> Section | None:
+    if not report.simulated:
+        return None
+    rows = tuple(
+        (
+            s.name, s.level, f"{s.asked:g}", f"{s.accept_length:.2f}", figure(s.predicted_tok_per_s),
+            spread(s.measured), change(s.error),
+        )
+        for s in report.simulated
+    )  # fmt: skip
+    columns = ("configuration", "load", "asked", "accept length", "predicted tok/s", "measured tok/s", "off by")
+    worst = max((s.error for s in report.simulated), key=abs)
+    return Section(
+        "What if, on the engine",
+        text=(
+            "The engine made the accept length up and did the rest of the work: predicted is accept length divided by "
+            "the study's cycle. The text is garbage, so these launches are no trials and rank nowhere.",
+        ),
+        table=Table(columns, rows, frozenset(range(2, 7))),
+        after=(f"The prediction is off by {change(worst)} at most.",),
     )
 
 

@@ -182,6 +182,10 @@ def _check_variable(name: str, value: str, stated: Mapping[str, str], release: s
         raise InputError(f"is set to {value!r} here and to {stated[name]!r} by the configuration", key=f"env.{name}")
     if not name.startswith("SGLANG_"):
         return
+    if name.startswith("SGLANG_SIMULATE_ACC"):
+        raise InputError(
+            "makes the accept length up: no trial may", key=f"env.{name}", expected="python -m pipeline.simulate STUDY"
+        )
     known = sglang_flags.flags(release).variables
     if name not in known:
         raise InputError("SGLang has no such variable", key=f"env.{name}", nearest=nearest(name, known))

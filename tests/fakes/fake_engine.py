@@ -77,11 +77,21 @@ class FakeEngine:
             costs, scale = fake_costs.costs(self.flags, environ), float(knobs.cost_model) / 1e3
             self.step_s, self.per_stream_s = costs.step_ms * scale, costs.per_stream_ms * scale
             self.accept_length = costs.accept_length or 1.0
+        self._simulate(environ)
         offset = knobs.launch_offset + (random.gauss(0, knobs.launch_noise) if knobs.launch_noise else 0.0)
         self.step_s *= max(0.1, 1 + offset)
         self.tokens_per_step = self.accept_length if self.algorithm or knobs.cost_model else knobs.tokens_per_step
         self.collectives = "|".join(f"{k}={v}" for k, v in sorted(environ.items()) if k.startswith("NCCL_"))
         self.collectives += "|no-car" if "disable-custom-all-reduce" in self.flags else ""
+
+    def _simulate(self, environ: Mapping[str, str]) -> None:
+        """SGLANG_SIMULATE_ACC_LEN, as SGLang 0.5.17 and 0.5.23 take it: clamped to the draft's depth + 1."""
+        asked = float(environ.get("SGLANG_SIMULATE_ACC_LEN", -1))
+        self.simulated = bool(self.algorithm) and asked > 0
+        if self.simulated:
+            drafts = int(self.flags.get("speculative-num-draft-tokens", 4))
+            deepest = int(self.flags.get("speculative-num-steps", drafts - 1)) + 1
+            self.accept_length = max(1.0, min(asked, deepest))
 
     def admit(self, job: Job) -> None:
         """Fill in what the job will say, before it waits for a slot."""
@@ -112,7 +122,8 @@ class FakeEngine:
             flip_near_ties=flips,
             wrong_from=knobs.wrong_from if broken else None,
         )
-        return tokens[:1] * length if knobs.garbage and broken else tokens
+        garbage = (knobs.garbage and broken) or self.simulated
+        return tokens[:1] * length if garbage else tokens
 
     def _stop(self, job: Job) -> None:
         text = ""

@@ -111,7 +111,7 @@ def test_profiles_of_a_study_are_shown(tmp_path: Path) -> None:
     bars = figures(report)["step_time"]["data"]
     assert sum(bar["x"][0] for bar in bars) == pytest.approx(report.profiles[0].step_ms)
     (folder / "profiles" / "abc" / "profile.json").write_text('[{"rank": 1}]')
-    with pytest.raises(InputError, match="not a profile"):
+    with pytest.raises(InputError, match="not a file of profiles"):
         load_report(str(folder))
 
 
