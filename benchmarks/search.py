@@ -20,7 +20,8 @@ from typing import Any
 
 import typer
 
-from benchmarks.surfaces import RESULTS, Surface, all_surfaces
+from benchmarks.measured import all_surfaces
+from benchmarks.surfaces import RESULTS, Surface
 from pipeline.proposer import Proposal, Proposer
 from pipeline.sampling import Sampler
 from pipeline.spec import Budget, SamplerName, SearchSpec
@@ -126,7 +127,8 @@ def main(
     """Run every sampler on every surface; what an earlier, shorter run wrote to OUT is not run again."""
     settings = {"seeds": seeds, "gp_seeds": gp_seeds, "cap": cap, "cap_random": cap_random}
     earlier = json.loads(out.read_text()) if out.exists() else {}
-    results: Results = earlier["counts"] if earlier.get("settings") == settings else {name: {} for name in surfaces()}
+    same = earlier.get("settings") == settings and earlier.get("surfaces") == all_facts()
+    results: Results = earlier["counts"] if same else {name: {} for name in surfaces()}
     with ProcessPoolExecutor(workers) as pool:
         for sampler, name in itertools.product(("unaided", *SAMPLERS), results):
             if sampler in results[name]:
@@ -152,13 +154,19 @@ def write(out: Path, results: Results, settings: dict[str, int]) -> None:
     report: dict[str, Any] = {
         "what": f"launches of seeds and search until within {1 - NEAR:.0%} of the best by its true value",
         "settings": settings,
-        "surfaces": {name: facts(surface) for name, surface in surfaces().items()},
+        "surfaces": all_facts(),
     }
     if all("random" in found for found in results.values()):
         rows = table(results, settings)
         report |= {**verdict(rows), "table": rows}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({**report, "counts": results}, indent=1) + "\n")
+
+
+@cache
+def all_facts() -> dict[str, dict[str, Any]]:
+    """The facts of every surface."""
+    return {name: facts(surface) for name, surface in surfaces().items()}
 
 
 def facts(surface: Surface) -> dict[str, Any]:
@@ -169,7 +177,7 @@ def facts(surface: Surface) -> dict[str, Any]:
         "failing_or_lossy": sum(value is None for value in truths),
         "within_reach": sum(value is not None and value >= NEAR * surface.best for value in truths),
         "launch_sd": surface.launch_sd,
-        "level_sd": surface.level_sd,
+        "repeat_sd": round(surface.repeat_sd, 4),
         "levels": len(surface.levels),
     }
 

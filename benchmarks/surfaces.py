@@ -1,28 +1,26 @@
-"""Surfaces to search offline: modelled machines, and machines as measured.
+"""Surfaces to search offline: what they share, and the modelled machines (`measured.py` has those of real records).
 
 A modelled surface is a verify-step cost model: a step takes the target's pass over the drafts, its all-reduces
 and the drafting; a step yields the accept length. The figures are plausible, not measured; what they are for is
-the shape: settings that multiply, matter only together, matter at one load level, do nothing, or fail. A measured
-surface takes the figures of real records and fills the points between with a log-linear model of their settings.
+the shape: settings that multiply, matter only together, matter at one load level, do nothing, or fail.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loglinear import LaunchFailsError, LogLinear
+from benchmarks.loglinear import LaunchFailsError
 from pipeline.config import Collectives, EngineConfig
 from pipeline.engine_space import Space
-from pipeline.goals import StopRule
-from pipeline.metrics import objective
+from pipeline.metrics import close_enough, estimate, objective
 from pipeline.proposer import Proposal
 from pipeline.records import (
     Estimate,
@@ -34,6 +32,7 @@ from pipeline.records import (
     Topology,
     TrialRecord,
 )
+from pipeline.ruler import MeasurePlan
 from pipeline.space import load_space
 from pipeline.spec import Goal, ObjectiveSpec
 
@@ -208,8 +207,8 @@ class Surface:
         space: the real space, with the machine's rules.
         topology: the machine.
         speed: tok/s of a configuration at a level; raises `LaunchFailsError`.
-        launch_sd, level_sd: noise, as shares: per launch (common to its levels) and per level.
-        launch_s, level_s, failed_s: what a launch, a level and a failed launch cost.
+        launch_sd, repeat_sd: noise, as shares: per launch (common to its levels) and per repeat of a level.
+        launch_s, failed_s: what a launch and a failed launch cost, levels apart: those take their requests' time.
     """
 
     name: str
@@ -217,16 +216,16 @@ class Surface:
     topology: Topology
     speed: Callable[[EngineConfig, LoadLevel], float]
     launch_sd: float = 0.01
-    level_sd: float = 0.005
+    repeat_sd: float = 0.01
     launch_s: float = 180.0
-    level_s: float = 40.0
     failed_s: float = 150.0
     levels: tuple[LoadLevel, ...] = field(init=False)
     goal: Goal = field(init=False)
     objective: ObjectiveSpec = field(init=False)
 
     def __post_init__(self) -> None:
-        self.levels = self.space.load.levels(tuple(self.space.workload.prompts))
+        self.plan = MeasurePlan.from_space(self.space)
+        self.levels = self.plan.levels
         self.goal = self.space.objective.goals[0]
         self.objective = ObjectiveSpec(goals=(self.goal,))
         self._checked: dict[str, tuple[Any, ...]] = {}
@@ -252,9 +251,10 @@ class Surface:
         if corrupts(config):
             return None
         try:
-            found = objective([_result(level, self.speed(config, level)) for level in self.levels], self.goal)
+            levels = [_result(level, estimate([self.speed(config, level)])) for level in self.levels]
         except LaunchFailsError:
             return None
+        found = objective(levels, self.goal)
         return found.value if found else None
 
     @cached_property
@@ -278,29 +278,49 @@ class Surface:
         # Noise belongs to the launch: the same trial number of the same study always sees the same.
         text = f"{self.name}/{seed}/{proposal.number}"
         rng = random.Random(hashlib.sha256(text.encode()).digest())
-        facts: dict[str, Any] = {"phases_s": {"launch": self.launch_s, "measure": self.level_s * len(self.levels)}}
-        offset, results = 1 + self.launch_sd * rng.gauss(0, 1), []
+        results: list[LevelResult] = []
+        facts: dict[str, Any] = {"status": "ok"}
         try:
-            for level in self.levels:
-                value = self.speed(proposal.config, level) * offset * (1 + self.level_sd * rng.gauss(0, 1))
-                results.append(_result(level, value * (1.4 if corrupts(proposal.config) else 1.0)))
-                reason = _stop(proposal.stop_early, results)
-                if reason:
-                    facts |= {"status": "stopped", "reason": f"stopped early: {reason}"}
-                    facts["phases_s"]["measure"] = self.level_s * len(results)
+            offset = (1 + self.launch_sd * rng.gauss(0, 1)) * (1.4 if corrupts(proposal.config) else 1.0)
+            for _, load in groupby(self.levels, key=lambda level: level.model_copy(update={"workload": ""})):
+                speeds = {level: self.speed(proposal.config, level) * offset for level in load}
+                results += self._repeat(speeds, rng)
+                rule = proposal.stop_early if len(results) < len(self.levels) else None
+                if reason := rule(tuple(results)) if rule else None:
+                    facts = {"status": "stopped", "reason": f"stopped early: {reason}"}
                     break
-            facts = {"status": "ok", "measurement": Measurement(levels=tuple(results))} | facts
+            seconds = {"launch": self.launch_s, "measure": sum(result.window_s for result in results)}
+            facts |= {"measurement": Measurement(levels=tuple(results)), "phases_s": seconds}
         except LaunchFailsError as error:
-            facts |= {"status": "failed", "failure": error.failure, "phases_s": {"launch": self.failed_s}}
+            facts = {"status": "failed", "failure": error.failure, "phases_s": {"launch": self.failed_s}}
         return TrialRecord(
             study=self.name, number=proposal.number, role=proposal.role, config=proposal.config,
             config_id=proposal.config_id, params=proposal.params, lossless=_lossless(proposal.config),
             **{**proposal.facts, **facts},
         )  # fmt: skip
 
+    def _repeat(self, speeds: Mapping[LoadLevel, float], rng: random.Random) -> list[LevelResult]:
+        """The workloads of one load, repeated as the ruler would."""
+        load = self.space.load
+        values: dict[LoadLevel, list[float]] = {level: [] for level in speeds}
+        for repeat in range(load.max_repeats):
+            for level, speed in speeds.items():
+                values[level].append(speed * (1 + self.repeat_sd * rng.gauss(0, 1)))
+            known = close_enough([estimate(found) for found in values.values()], load.ci_width)
+            if known and repeat + 1 >= load.min_repeats:
+                break
+            taken = sum(self.window_s(level, value) for level, found in values.items() for value in found)
+            if taken * (repeat + 2) / (repeat + 1) > load.level_budget_s * len(speeds):
+                break
+        return [self._level(level, found) for level, found in values.items()]
 
-def _stop(rule: StopRule | None, results: list[LevelResult]) -> str | None:
-    return rule(tuple(results)) if rule else None
+    def _level(self, level: LoadLevel, values: list[float]) -> LevelResult:
+        seconds = sum(self.window_s(level, value) for value in values)
+        return _result(level, estimate(values), seconds)
+
+    def window_s(self, level: LoadLevel, tok_per_s: float) -> float:
+        """Seconds of one repeat: its requests' tokens at that speed."""
+        return self.plan.requests(level) * self.plan.workload.output_tokens / tok_per_s
 
 
 def _lossless(config: EngineConfig) -> LosslessResult:
@@ -308,65 +328,18 @@ def _lossless(config: EngineConfig) -> LosslessResult:
     return LosslessResult(prompts=8, identical=8 - wrong, wrong=wrong, passed=not wrong)
 
 
-def _result(level: LoadLevel, value: float) -> LevelResult:
+def _result(level: LoadLevel, value: Estimate | None, seconds: float = 1.0) -> LevelResult:
+    assert value is not None
     return LevelResult(
-        level=level,
-        window_s=30.0,
-        requests_ok=32,
-        output_tokens=int(30 * value),
-        output_tok_per_s=Estimate(value=value),
+        level=level, window_s=seconds, requests_ok=32, output_tokens=int(seconds * value.value), output_tok_per_s=value
     )
 
 
-# -- measured surfaces
-
-
-def load_records(folder: Path) -> list[TrialRecord]:
-    """Every record of the JSON lines in a results folder."""
-    lines = [line for path in sorted(folder.glob("**/*.jsonl")) for line in path.read_text().splitlines() if line]
-    return [TrialRecord.model_validate_json(line) for line in lines]
-
-
-def measured_surface(name: str, space: Space, records: Iterable[TrialRecord]) -> Surface:
-    """A surface of real records: one log-linear model a load level."""
-    found = [record for record in records if record.status in ("ok", "failed")]
-    keys = {level.level.key for record in found if record.measurement for level in record.measurement.levels}
-    models = {key: LogLinear((r.config, _at(r, key)) for r in found) for key in sorted(keys)}
-    topology = found[0].topology
-    return Surface(name, space, topology, lambda config, level: models[level.key](config), launch_s=60, level_s=20)
-
-
-def _at(record: TrialRecord, key: str) -> float | None:
-    if record.measurement is None:
-        return None
-    return next((r.output_tok_per_s.value for r in record.measurement.levels if r.level.key == key), None)
-
-
-def first_figures() -> Surface:
-    """The first figures of two H200s (one run each): `spaces/first_figures.json`, SmolLM2-135M, SGLang 0.5.17."""
-    space = load_space(SPACES / "first_figures.yaml").for_engine("sglang")
-    table = json.loads((SPACES / "first_figures.json").read_text())
-    topology = Topology(gpu_count=2, gpu_model="NVIDIA H200", sm=90, link="nvlink", peer_access=True)
-    points = [(space.canonical(space.config(row["params"]), topology=topology).config, row) for row in table["rows"]]
-    models = {key: LogLinear((config, row.get(key)) for config, row in points) for key in ("c8", "c1")}
-    return Surface(
-        "first-figures", space, topology, lambda config, level: models[f"c{level.concurrency}"](config),
-        launch_s=60, level_s=20,
-    )  # fmt: skip
-
-
-def all_surfaces() -> list[Surface]:
-    """Every surface there is; measured ones as far as their records exist."""
+def modelled_surfaces() -> list[Surface]:
+    """Modelled ones; `benchmarks.measured` has those made of records."""
     eight = load_space(SPACES / "eight.yaml").for_engine("sglang")
     kimi = load_space(ROOT / "tune_spaces" / "kimi-k2.5-pcie.yaml").for_engine("sglang")
-    found = [
+    return [
         Surface(name, space, machine.topology, modelled(machine), launch_s=machine.launch_s)
         for name, space, machine in (("nvlink", eight, NVLINK), ("pcie", eight, PCIE), ("pcie-sm120", kimi, SM120))
     ]
-    found.append(first_figures())
-    for name in ("gpu2", "gpu2-pcie"):
-        records = [r for r in load_records(RESULTS / "gpu2") if r.study == name]
-        if any(record.measurement for record in records):
-            space = load_space(ROOT / "tune_spaces" / f"{name}.yaml").for_engine("sglang")
-            found.append(measured_surface(f"measured-{name}", space, records))
-    return found

@@ -164,6 +164,20 @@ def spread(windows: Sequence[Window], metric: MetricName) -> Estimate | None:
     return estimate([value for window in windows if (value := window_metric(window, metric)) is not None])
 
 
+def close_enough(found: Sequence[Estimate | None], width: float) -> bool:
+    """True when the 95 % interval of every mean is within ± `width` of it, as a share.
+
+    How far repeats differ is pooled over the levels, as shares: two repeats of one level hardly tell (Student's t is
+    12.7 there), those of two levels under the same load do (4.3).
+    """
+    known = [e for e in found if e is not None and e.std is not None and e.value > 0]
+    if len(known) < len(found) or not known:
+        return False
+    degrees = sum(e.n - 1 for e in known)
+    pooled = math.sqrt(sum((e.n - 1) * ((e.std or 0.0) / e.value) ** 2 for e in known) / degrees)
+    return all(t_quantile(degrees) * pooled / math.sqrt(e.n) <= width for e in known)
+
+
 def level_result(level: LoadLevel, windows: Sequence[Window]) -> LevelResult:
     """Everything measured at one level: throughputs per repeat, distributions pooled over the repeats.
 

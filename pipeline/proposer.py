@@ -118,6 +118,7 @@ class Proposer:
             self._sampler if self._sampler.is_sequence else Sampler(space, "random", search.seed)
         ).sequence()
         self._described: dict[str, Mapping[str, Any]] = {}
+        self._regions: tuple[LeftRegion, ...] | None = None  # kept until the next record
         self._exhausted: str | None = None
         self._time_up: str | None = None
         self._finished = False
@@ -155,7 +156,9 @@ class Proposer:
 
     def left_regions(self) -> tuple[LeftRegion, ...]:
         """Settings that keep failing."""
-        return left_regions(self._records)
+        if self._regions is None:
+            self._regions = left_regions(self._records)
+        return self._regions
 
     def effects(self) -> tuple[Effect, ...]:
         """What each setting of the ablated configuration is worth."""
@@ -385,6 +388,7 @@ class Proposer:
 
     def _add(self, record: TrialRecord) -> None:
         self._records.append(record)
+        self._regions = None
         self._known |= {_key(record.params)} if record.params else set()
 
     def _free_number(self) -> int:

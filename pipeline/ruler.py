@@ -20,7 +20,7 @@ from pipeline.errors import MeasurementError
 from pipeline.greedy import greedy_outputs
 from pipeline.load import Sending, flush, run_level, served_model, server_info
 from pipeline.lossless import GreedyOutput
-from pipeline.metrics import FEWEST, Window, chunk_gaps_ms, distribution, level_result, spread
+from pipeline.metrics import FEWEST, Window, chunk_gaps_ms, close_enough, distribution, level_result, spread
 from pipeline.records import LevelResult, LoadLevel
 from pipeline.sanity import CLIENT_CPU
 from pipeline.spec import Limits, LoadSpec, MetricName, ObjectiveSpec, WorkloadSpec
@@ -203,7 +203,7 @@ class _Run:
                 left = budget - (time.monotonic() - began)
                 window = await self._window(level, repeat, self.plan.requests(level), self.salt, left)
                 self.windows.setdefault(level.key, []).append(window)
-            known = all(self._known(level) for level in levels)
+            known = self._known(levels)
             if known and repeat + 1 >= load.min_repeats:
                 break
             if (time.monotonic() - began) * (repeat + 2) / (repeat + 1) > budget:  # one more would not fit
@@ -211,11 +211,9 @@ class _Run:
                 break
         return [level_result(level, self.windows[level.key]) for level in levels]
 
-    def _known(self, level: LoadLevel) -> bool:
-        found = spread(self.windows[level.key], self.plan.metric(level))
-        if found is None or found.high is None or found.value <= 0:
-            return False
-        return found.high - found.value <= self.plan.load.ci_width * found.value
+    def _known(self, levels: Sequence[LoadLevel]) -> bool:
+        found = [spread(self.windows[level.key], self.plan.metric(level)) for level in levels]
+        return close_enough(found, self.plan.load.ci_width)
 
     async def _window(self, level: LoadLevel, repeat: int, count: int, salt: str, left_s: float = math.inf) -> Window:
         """Flush, then send one window under watch, and refuse it when the client was saturated."""

@@ -308,21 +308,21 @@ def spearman(results: Iterable[Result], records: Iterable[TrialRecord]) -> tuple
         if result and record.status == "ok" and record.measurement:
             alike = record.config.model_copy(update={"collectives": Collectives(), "env": ()}).config_id
             for level in record.measurement.levels:
-                pair = _pair(result, record.config, level)
+                pair = step_pair(result, record.config, level)
                 if pair:
-                    groups.setdefault((alike, level.level.key), []).append(pair)
+                    groups.setdefault((alike, level.level.key), []).append((pair[0].step_ms, pair[1]))
     pairs = [pair for group in groups.values() if len(group) > 1 for pair in _centred(group)]
     return _rho(pairs), len(pairs)
 
 
-def _pair(result: Result, config: EngineConfig, level: LevelResult) -> tuple[float, float] | None:
-    """Milliseconds of one step: in the benchmark at the closest size, and in the trial."""
+def step_pair(result: Result, config: EngineConfig, level: LevelResult) -> tuple[Times, float] | None:
+    """One step: the benchmark's times at the closest size, and the trial's milliseconds; None without a size."""
     streams, tokens = level.level.concurrency, _tokens_a_stream(config)
     if streams is None or tokens is None:
         return None
     wanted = min(streams, config.max_running_requests) * tokens
     closest = min(result.times, key=lambda times: abs(times.tokens - wanted))
-    return closest.step_ms, step_ms(level.output_tok_per_s.value, streams, level.accept_length or 1.0)
+    return closest, step_ms(level.output_tok_per_s.value, streams, level.accept_length or 1.0)
 
 
 def _tokens_a_stream(config: EngineConfig) -> int | None:

@@ -185,3 +185,12 @@ def test_an_accept_rate_that_the_server_did_not_count_follows_from_the_length() 
     found = metrics.with_accept_rate([plain, counted, uncounted], num_draft_tokens=4)
     assert [result.accept_rate for result in found] == [None, 0.9, 0.5]
     assert metrics.with_accept_rate([uncounted], None) == (uncounted,)
+
+
+def test_repeats_of_two_workloads_pool_what_they_show_of_the_spread() -> None:
+    one, other = metrics.estimate([99.3, 100.7]), metrics.estimate([49.65, 50.35])  # 1 % apart around each mean
+    assert not metrics.close_enough([one], 0.05)  # half-width 8.9 %: one degree of freedom
+    assert metrics.close_enough([one, other], 0.05)  # 3.0 %: two
+    assert not metrics.close_enough([one, metrics.estimate([45.0, 55.0])], 0.05)
+    assert not metrics.close_enough([one, metrics.estimate([50.0])], 10.0)  # one repeat says nothing
+    assert not metrics.close_enough([one, None], 10.0)
