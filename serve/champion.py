@@ -30,6 +30,7 @@ from serve.service import ChampionSpec, ProxySettings, Switch
 
 log = logging.getLogger("ray.serve")
 POLL_S = 0.05
+ROTATION_S = 2.0  # the server in front hears this much later that a replica is in or out of the rotation
 
 
 class Champion:
@@ -66,8 +67,11 @@ class Champion:
             # Serve takes a replica out of the rotation until this returns. With others there, that is
             # wanted; alone, its callers would hang, where they should hear for how long.
             self._switching = True
+            alone = await asyncio.to_thread(_replicas) < 2
+            if not alone:
+                await asyncio.sleep(ROTATION_S)
             self._task = asyncio.create_task(self._change(wanted))
-            if serve.get_replica_context().world_size > 1:
+            if not alone:
                 await self._task
 
     def status(self) -> dict[str, Any]:
@@ -171,3 +175,10 @@ class Champion:
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _replicas() -> int:
+    """How many replicas this deployment has now; what its configuration says is not kept up by autoscaling."""
+    here = serve.get_replica_context()
+    states = serve.status().applications[here.app_name].deployments[here.deployment].replica_states
+    return sum(count for state, count in states.items() if state in ("RUNNING", "UPDATING"))
