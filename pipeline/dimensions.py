@@ -174,8 +174,8 @@ def at(data: Any, key: Key) -> Any:
     return data
 
 
-def fixed_value(document: Document, name: str, key: Key) -> Any:
-    """A setting stated once for all trials."""
+def stated_value(document: Document, name: str, key: Key) -> Any:
+    """One value of a setting, as a configuration holds it."""
     return _typed(document, name, at(document.data, key), key)
 
 

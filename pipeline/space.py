@@ -15,11 +15,11 @@ from pipeline.dimensions import (
     ALGORITHM,
     Dimension,
     Point,
-    fixed_value,
     flatten,
     in_order,
     read_condition,
     read_dimension,
+    stated_value,
 )
 from pipeline.engine_space import Space
 from pipeline.errors import InputError, nearest
@@ -164,7 +164,7 @@ class _Builder:
             if reason:
                 self._drop(name, reason)
             else:
-                found[name] = (fixed_value(self.document, name, key), key)
+                found[name] = (stated_value(self.document, name, key), key)
         return found
 
     def _algorithms(self, stated: Any, key: Key) -> tuple[str, ...]:
@@ -328,7 +328,7 @@ class _Builder:
         for name in stated:
             if name not in names:
                 raise self.document.unknown((*key, name), names)
-        seed = space.complete(stated)
+        seed = space.complete({name: stated_value(self.document, name, (*key, name)) for name in stated})
         reason = space.contains(seed)
         if reason:
             name = reason.split()[0]

@@ -47,7 +47,7 @@ MISTAKES = [
     ("max_running_requests: 64", 'env: {"A=B": c}', 7, "sglang.fixed.env.A=B", "no name of a variable"),
     ("max_running_requests: 64", 'env: {"": c}', 7, "sglang.fixed.env.", "no name of a variable"),
     ("{low: 1, high: 4}", "{low: 1, high: 4, step: 4}", 14, "speculation.EAGLE3.num_steps.step", "up to 3"),
-    ("algorithm: NGRAM}", "algorithm: [NGRAM]}", 20, "sglang.seeds[0].speculation.algorithm", "outside of the space"),
+    ("algorithm: NGRAM}", "algorithm: [NGRAM]}", 20, "sglang.seeds[0].speculation.algorithm", "did you mean"),
     ("{concurrency: [8]}", "{concurrency: [8, 4, 8]}", 21, "load", "lists a level twice"),
     ("{concurrency: [8]}", "{concurrency: [100000000]}", 21, "load.concurrency[0]", "less than or equal to 10000"),
     ("{concurrency: [8]}", "{concurrency: [8], min_repeats: 9}", 21, "load", "min_repeats is 9, more than the 5"),

@@ -143,6 +143,14 @@ def test_seeds_are_completed_and_every_algorithm_brings_its_default(space: Space
     assert (eagle.draft_model, eagle.num_steps, eagle.eagle_topk, eagle.num_draft_tokens) == ("head", None, None, None)
 
 
+def test_a_seed_may_give_a_variable_as_a_number_as_its_choices_do(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    text = TEXT.replace("space:\n    collectives", "space:\n    env: {OMP_NUM_THREADS: [null, 2]}\n    collectives", 1)
+    file.write_text(text.replace("num_draft_tokens: 8}", "num_draft_tokens: 8, env.OMP_NUM_THREADS: 2}", 1))
+    space = load_space(file).for_engine("sglang")
+    assert ("OMP_NUM_THREADS", "2") in space.config(space.stated_seeds[0]).env
+
+
 @settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1))
 def test_every_suggested_point_lies_in_the_space_and_is_a_valid_configuration(space: Space, seed: int) -> None:
