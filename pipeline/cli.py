@@ -18,6 +18,7 @@ def run_command(app: typer.Typer) -> NoReturn:
     Help is plain text: boxes waste a narrow terminal, and a pipe.
     """
     app.rich_markup_mode = None
+    _open_standard_streams()
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()
@@ -28,13 +29,29 @@ def run_command(app: typer.Typer) -> NoReturn:
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except BrokenPipeError:  # the reader has gone, as `head` does; Python would complain of it at its exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()
         sys.exit(1)
     except OSError as error:  # a place on disk that cannot be used is no fault of the program
         if error.filename is None:
             raise
         _fail(f"{error.filename}: {error.strerror}", 2 if error.errno == errno.ENAMETOOLONG else 1)
     sys.exit(code)
+
+
+def discard_stdout() -> None:
+    """Send what is still printed nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _open_standard_streams() -> None:
+    """Give a program that was started without them somewhere to print: files would take their numbers otherwise."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - for the program's life
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _fail(said: str, code: int) -> NoReturn:

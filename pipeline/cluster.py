@@ -60,7 +60,6 @@ def cluster(address: str | None, gpus: int) -> Iterator[tuple[str, ...]]:
         nodes = tuple(n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"] and n["Resources"].get(SLOT))
         if not nodes:
             raise PreflightError(f"no node of {address} has a slot; start each with --resources='{{\"{SLOT}\": 1}}'")
-        _quiet_serve()
         from serve.deployment import start_serve
 
         start_serve()
@@ -143,7 +142,3 @@ def _options(address: str | None, gpus: int) -> dict[str, Any]:
         "include_dashboard": False,
         "runtime_env": {"env_vars": {"PYTHONPATH": path}},
     }
-
-
-def _quiet_serve() -> None:
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)

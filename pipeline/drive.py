@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import secrets
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import InputError, PreflightError
+from pipeline.interrupts import Interrupts
 from pipeline.live import Board
 from pipeline.store import RUNS, Study, check_root
 from pipeline.tracking import Ending, InBackground, MlflowTracker, NullTracker, Tracker, check_uri, default_uri
@@ -75,8 +75,8 @@ def drive(job: Job) -> Ended:
     resumed = _resumed(job) if job.resume is not None else None
     with Board(quiet=job.as_json) as board:
         _prepare(job, board)
-        # Ray sets its own handler for SIGTERM: ours comes after it.
-        with cluster(job.address, job.topology.gpu_count) as nodes, interrupts() as hold:
+        with Interrupts() as interrupts, cluster(job.address, job.topology.gpu_count) as nodes:
+            interrupts.listen()
             if job.address is not None:
                 for warning in check_nodes(nodes, job.topology, job.gpus_per_trial, job.runs):
                     board.say(f"watch: {warning}")
@@ -84,7 +84,7 @@ def drive(job: Job) -> Ended:
             board.say(f"study: {study.folder}")
             tracker = _tracker(job, study)
             with _ending_told(tracker):
-                adapter = _search(job, study, nodes, board, tracker, hold)
+                adapter = _search(job, study, nodes, board, tracker, interrupts)
         with _ending_told(tracker):
             if job.profile and adapter.done is not None and job.space.engine == "sglang":
                 _profile(study, board)
@@ -212,7 +212,7 @@ def _tracker(job: Job, study: Study) -> Tracker:
 
 
 def _search(
-    job: Job, study: Study, nodes: tuple[str, ...], board: Board, tracker: Tracker, hold: Callable[[], None]
+    job: Job, study: Study, nodes: tuple[str, ...], board: Board, tracker: Tracker, interrupts: Interrupts
 ) -> Adapter:
     """Search on a running cluster; whatever happens, no engine of the study outlives this."""
     from pipeline.collectives import study_screen
@@ -236,7 +236,7 @@ def _search(
     except KeyboardInterrupt:
         adapter.interrupt()
     finally:
-        hold()
+        interrupts.hold()
         if left := sweep(bench, nodes):
             adapter.left = f"still there: {'; '.join(left)}"
     return adapter
@@ -349,25 +349,3 @@ def _outcome(selection: Selection) -> dict[str, Any]:
         "noise_floor": selection.noise_floor,
         "gain_over_baseline": winner.gain if winner else None,
     }
-
-
-@contextmanager
-def interrupts() -> Iterator[Callable[[], None]]:
-    """Make SIGTERM end a study as Ctrl-C does.
-
-    Yields what holds both off from then on: engines are taken down in peace, within that work's own deadlines.
-    """
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    def hold() -> None:
-        for number in before:
-            signal.signal(number, lambda *_: None)
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield hold
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pipeline.cli import discard_stdout
 from pipeline.records import TrialRecord
 
 if TYPE_CHECKING:
@@ -65,11 +66,14 @@ class Board:
         self._expected = trials
 
     def say(self, text: str) -> None:
-        """Print one line, above the table on a terminal."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False)
-        elif not self._quiet:
-            print(text, flush=True)
+        """Print one line, above the table on a terminal. Where nobody reads any more the study goes on unseen."""
+        try:
+            if self._live is not None:
+                self._live.console.print(text, markup=False, highlight=False)
+            elif not self._quiet:
+                print(text, flush=True)
+        except OSError:  # the pipe's reader, or the terminal, has gone
+            discard_stdout()
 
     def start(self, number: int, role: str, words: str) -> None:
         """A trial was launched."""

@@ -6,6 +6,7 @@ node's `engine_slot`, and load goes straight to the engine's own port.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -295,6 +296,7 @@ def start_serve() -> None:
 
     No proxy: trials take their load on the engine's own port, and port 8000 stays the user's.
     """
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing `ray.serve` has set INFO
     serve.start(proxy_location="Disabled")
 
 

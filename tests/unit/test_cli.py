@@ -87,5 +87,12 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_a_program_without_standard_streams_works_all_the_same(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "tests.unit.test_cli", "fine"]
+    script = '"$@" >&- 2>&- <&-; echo $?'
+    done = subprocess.run(["sh", "-c", script, "sh", *words], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "0\n"
+
+
 if __name__ == "__main__":
     run_command(app)

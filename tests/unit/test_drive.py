@@ -1,9 +1,7 @@
-"""The driver without a cluster: interrupts, exit codes, what a resumed study must share, what the end says."""
+"""The driver without a cluster: exit codes, what a resumed study must share, what the end says."""
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline import drive
-from pipeline.drive import Job, interrupts
+from pipeline.drive import Job
 from pipeline.errors import InputError
 from pipeline.live import Board
 from pipeline.records import Topology
@@ -39,18 +37,6 @@ def ended(**more: Any) -> Any:
 
 def resumed(job: Job, **more: Any) -> Study:
     return drive._resumed(Job(**{**vars(job), "resume": "s", **more}))
-
-
-def test_both_signals_interrupt_and_are_held_off_while_engines_are_taken_down() -> None:
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with interrupts() as hold:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), number)
-        hold()
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
 def test_exit_codes(job: Job) -> None:

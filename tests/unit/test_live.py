@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from pipeline.config import EngineConfig, NgramSpeculation
@@ -68,3 +72,15 @@ def test_on_a_terminal_the_table_shows_figures_and_the_time_left(capsys: pytest.
     assert "min left" in said
     assert "100.0" in said
     assert "queued" in said
+
+
+def test_a_study_whose_reader_leaves_goes_on_unseen() -> None:
+    """`… | head -1`, or a terminal that was closed: hours of work do not hang on a pager."""
+    read, write = os.pipe()
+    os.close(read)
+    script = "from pipeline.live import Board\nwith Board(tty=False) as b:\n  b.say('x'); b.say('y')\nprint('z')"
+    with os.fdopen(write, "w") as closed:
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, "")
