@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipeline.ablation import Effect, effects, undo, without
+from pipeline.ablation import Effect, differing, effects, undo, without
 from pipeline.config import EngineConfig
 from pipeline.goals import gain, launched, why_not, worth
 from pipeline.records import TrialRecord
-from pipeline.selection import ASSUMED_NOISE, Row, measure_noise, rank
+from pipeline.selection import ASSUMED_NOISE, Row, decided, looks, make_claims, measure_noise, rank
 from pipeline.spec import ObjectiveSpec
 
 
@@ -109,21 +109,40 @@ class Closing:
         """The next launch of the confirmation and its round; None when it is complete.
 
         Each round launches the finalists and the baseline; every other round turns the order round, which
-        cancels a steady drift. The last launch of all is the baseline's, also without finalists.
+        cancels a steady drift. The last launch of all is the baseline's, also without finalists. Where a pair of
+        rounds has settled the matter, the others are saved.
         """
         finalists = self.finalists() if rounds else []
         lineup, count = [*finalists, self.baseline], rounds if finalists else 1
         first = self._first_round({config.config_id for config in lineup})
         for turn in range(count):
+            if turn in looks(rounds) and self._settled(finalists, first + turn):
+                return None
             for config in lineup if (count - 1 - turn) % 2 == 0 else lineup[::-1]:
                 if self._to_confirm(config, first + turn):
                     return config, first + turn
         return None
 
+    def _settled(self, finalists: Sequence[EngineConfig], upcoming: int) -> bool:
+        """True when the rounds before `upcoming` suffice; once it has begun, it is also completed."""
+        confirmations = [record for record in self.ledger if record.role == "confirm"]
+        if any(record.round is not None and record.round >= upcoming for record in confirmations):
+            return False
+        if all(self._lost(config) for config in finalists):
+            return True
+        settings = {config.config_id: len(differing(config, self.baseline)) for config in finalists}
+        claims = make_claims(self.ledger, self.spec, measure_noise(self.ledger, self.spec.goals[0]).floor)
+        return decided([claim for claim in claims if claim.config_id in settings], settings)
+
     def _to_confirm(self, config: EngineConfig, number: int) -> bool:
-        here = [r for r in self.ledger if r.role == "confirm" and r.config_id == config.config_id]
-        lost = config != self.baseline and any(why_not(record, self.spec) for record in here)
-        return not lost and all(record.round != number for record in here)
+        lost = config != self.baseline and self._lost(config)
+        return not lost and all(record.round != number for record in self._confirmations(config))
+
+    def _lost(self, config: EngineConfig) -> bool:
+        return any(why_not(record, self.spec) for record in self._confirmations(config))
+
+    def _confirmations(self, config: EngineConfig) -> list[TrialRecord]:
+        return [r for r in self.ledger if r.role == "confirm" and r.config_id == config.config_id]
 
     def _first_round(self, lineup: set[str]) -> int:
         """The first round of this line-up; rounds of other finalists, from before an extension, do not count."""

@@ -43,6 +43,7 @@ class Proposal:
     params: Point = field(default_factory=dict)
     undone: str | None = None
     round: int | None = None
+    of_rounds: int | None = None
     node: str | None = None
     stop_early: StopRule | None = None
 
@@ -54,7 +55,7 @@ class Proposal:
     @property
     def facts(self) -> dict[str, Any]:
         """Fields of the record that only the proposer knows."""
-        return {"undone": self.undone, "round": self.round}
+        return {"undone": self.undone, "round": self.round, "of_rounds": self.of_rounds}
 
 
 @dataclass(frozen=True)
@@ -248,8 +249,9 @@ class Proposer:
     def _confirmation(self) -> Proposal | Wait | None:
         if self._pending:
             return Wait()  # in turns: the launches of a round are comparable because nothing else ran
-        found = self._view().next_confirmation(self.search.confirm_rounds)
-        return self._launch("confirm", found[0], round_=found[1]) if found else None
+        rounds = self.search.confirm_rounds
+        found = self._view().next_confirmation(rounds)
+        return self._launch("confirm", found[0], round=found[1], of_rounds=rounds) if found else None
 
     # -- search
 
@@ -356,18 +358,8 @@ class Proposer:
     def _of(self, config_id: str) -> list[TrialRecord]:
         return [r for r in self._records if r.config_id == config_id and launched(r)]
 
-    def _launch(
-        self,
-        role: Role,
-        config: EngineConfig,
-        params: Point | None = None,
-        *,
-        undone: str | None = None,
-        round_: int | None = None,
-        node: str | None = None,
-        stop_early: StopRule | None = None,
-    ) -> Proposal:
-        proposal = Proposal(self._free_number(), role, config, params or {}, undone, round_, node, stop_early)
+    def _launch(self, role: Role, config: EngineConfig, params: Point | None = None, **more: Any) -> Proposal:
+        proposal = Proposal(self._free_number(), role, config, params or {}, **more)
         self._pending[proposal.number] = proposal
         self._known |= {_key(params)} if params else set()
         return proposal

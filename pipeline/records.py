@@ -265,6 +265,7 @@ class TrialRecord(Frozen):
     params: dict[str, Any] = Field(default_factory=dict)  # the sampler's own flat point
     undone: str | None = None  # ablation: the setting that went back to its default
     round: int | None = None  # confirmation: launches of one round are paired
+    of_rounds: int | None = None  # the most there may be, where fewer may do; None where their number is fixed
     reason: str | None = None
     reused_from: int | None = None
     failure: Failure | None = None

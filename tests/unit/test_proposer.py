@@ -10,6 +10,7 @@ from pipeline.config import Collectives, EngineConfig, NgramSpeculation
 from pipeline.lessons import observations
 from pipeline.proposer import Done, Proposal, Wait
 from pipeline.records import FailureClass, Measurement, TrialRecord
+from pipeline.selection import rank, select
 from pipeline.spec import Budget, Constraints, Goal, ObjectiveSpec, SamplerName, SearchSpec
 from tests.fakes.toy_search import Broken, Study, ToySpace, level, record, roles, toy_speed
 
@@ -58,6 +59,23 @@ def test_confirmation_turns_the_order_round_and_pairs_by_round() -> None:
     first, second, third = ([words for number, words in rounds if number == r] for r in (1, 2, 3))
     assert first == third == second[::-1]
     assert len(first) == 3 and third[-1] == ToySpace().baseline().words()
+
+
+def test_a_confirmation_ends_once_the_matter_is_settled() -> None:
+    """A clear winner and a runner-up behind it need two of four rounds; the last launch is the baseline's then too."""
+    study = Study(ToySpace(stated=[BEST, NGRAM8]), search(4, confirm_rounds=4, ablate=False), noise=0.002)
+    study.run()
+    confirms = [p for p in study.launches if p.role == "confirm"]
+    assert [p.round for p in confirms] == [1, 1, 1, 2, 2, 2] and confirms[-1].config == ToySpace().baseline()
+    assert {p.of_rounds for p in confirms} == {4}
+    assert select(study.ledger, ObjectiveSpec()).winner == next(r for r in rank(study.ledger, ObjectiveSpec()))
+
+
+def test_a_confirmation_that_two_rounds_do_not_settle_takes_them_all() -> None:
+    close = search(4, confirm_rounds=4, ablate=False)
+    study = Study(ToySpace(stated=[BEST]), close, speed=lambda c: 105.0 if c.attention_backend else 100.0, noise=0.015)
+    study.run()
+    assert {p.round for p in study.launches if p.role == "confirm"} == {1, 2, 3, 4}
 
 
 def test_without_confirmation_rounds_the_baseline_still_runs_last() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import Collectives, EngineConfig, NgramSpeculation
 from pipeline.records import Broken, Estimate, LoadLevel, Measurement, TrialRecord
-from pipeline.selection import ERROR_RATE, make_claims, measure_noise, select
+from pipeline.selection import EARLY_SHARE, ERROR_RATE, decided, looks, make_claims, measure_noise, select
 from pipeline.spec import Constraints, Goal, ObjectiveSpec
 from tests.fakes.toy_search import level, lossless, record
 
@@ -243,4 +243,52 @@ def test_false_wins_are_as_rare_as_stated() -> None:
     for seed in range(400):
         claims = make_claims(confirmed(0.0, other=0.0, noise=0.01, seed=seed), ONE, None)
         wins += any(claim.verdict == "better" for claim in claims)
+    assert wins / 400 < ERROR_RATE
+
+
+def sequential(*args: Any, planned: int = 4, rounds: int = 2, **more: Any) -> list[TrialRecord]:
+    """A confirmation of `planned` rounds, looked at after `rounds`."""
+    ledger = confirmed(*args, rounds=rounds, **more)
+    return [r.model_copy(update={"of_rounds": planned}) if r.role == "confirm" else r for r in ledger]
+
+
+@pytest.mark.parametrize(("planned", "after"), [(0, []), (1, []), (2, [2]), (3, [3]), (4, [2, 4]), (5, [3, 5])])
+def test_a_confirmation_is_looked_at_after_pairs_of_rounds(planned: int, after: list[int]) -> None:
+    assert list(looks(planned)) == after
+
+
+def test_the_looks_of_a_confirmation_share_the_error_rate() -> None:
+    for planned in (2, 3, 4, 5, 8):
+        spent = [make_claims(sequential(0.2, rounds=n, planned=planned), ONE, None)[0] for n in looks(planned)]
+        assert sum(claim.error_rate for claim in spent) == pytest.approx(ERROR_RATE)
+        assert spent[-1].error_rate >= (1 - EARLY_SHARE) * ERROR_RATE
+    early, fixed = (make_claims(ledger, ONE, None)[0] for ledger in (sequential(0.2), confirmed(0.2, rounds=2)))
+    assert fixed.error_rate == ERROR_RATE  # a number of rounds that was fixed beforehand spends it all at once
+    assert early.gain.low is not None and fixed.gain.low is not None and early.gain.low < fixed.gain.low
+    assert "over 2 of 4 rounds" in early.text and "over 2 rounds" in fixed.text
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "noise", "settings", "clear"),
+    [
+        (0.3, 0.1, 0.001, (2, 1), True),  # both better, and the simpler one clearly behind
+        (0.3, 0.29, 0.01, (2, 1), False),  # the simpler one may be as good
+        (0.3, 0.29, 0.01, (1, 2), True),  # as good, but not simpler
+        (0.01, 0.0, 0.02, (1, 1), False),
+        (-0.1, 0.3, 0.001, (1, 1), True),  # the first is not ahead: the second will not be judged
+    ],
+)
+def test_a_confirmation_ends_early_only_when_the_winner_is_clear(
+    first: float, second: float, noise: float, settings: tuple[int, int], clear: bool
+) -> None:
+    claims = make_claims(sequential(first, other=second, noise=noise, seed=4), ONE, None)
+    assert decided(claims, dict(zip((FAST.config_id, OTHER.config_id), settings, strict=True))) is clear
+
+
+def test_two_looks_make_no_more_false_wins_than_one() -> None:
+    wins = 0
+    for seed in range(400):
+        ledger = sequential(0.0, other=0.0, noise=0.01, seed=seed, rounds=4)
+        early = [r for r in ledger if r.role != "confirm" or (r.round or 0) <= 2]
+        wins += any(c.verdict == "better" for look in (early, ledger) for c in make_claims(look, ONE, None))
     assert wins / 400 < ERROR_RATE
