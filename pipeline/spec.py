@@ -144,6 +144,6 @@ class SearchSpec(Frozen):
     warm_start: bool = True  # seed the winner of an earlier study of this model and machine
     early_stop: bool = True  # a trial that cannot win stops after its busiest level
     ablate: bool = True  # undo the winner's settings one at a time
-    confirm_rounds: int = Field(default=4, ge=0)  # at most, in turns: winner, runner-up, baseline; why: benchmarks/aa.py
+    confirm_rounds: int = Field(default=4, ge=0)  # at most; winner, runner-up, baseline in turns: benchmarks/aa.py
     screen_collectives: bool = False  # a short benchmark first (`pipeline.collectives`) drops what cannot win
     profile: bool = False  # profile each algorithm's first trial in its own launch, after its measurement
