@@ -52,7 +52,7 @@ class Log:
 
 @dataclass
 class StallClock:
-    """How long nothing has moved: no log line, no compiler of ours at work, no weights arriving.
+    """How long nothing has moved: no log line, no compiler of ours at work, no imports or weights arriving.
 
     Processor time of the engine itself is no progress: ranks that wait for each other spin at 100 %.
     """
@@ -76,7 +76,7 @@ class StallClock:
         return time.monotonic() - self._moved
 
     def _working(self) -> bool:
-        """Compilers or weights; looked at now and then only, since it walks over all processes."""
+        """Compilers, imports or weights; looked at now and then only, since it walks over all processes."""
         now = time.monotonic()
         if now - self._looked < self.look_every_s:
             return False
@@ -91,9 +91,12 @@ class StallClock:
         return bool(work) and work != before
 
     def _loading(self) -> bool:
-        """Between "Load weight begin" and "end" of any rank: bytes read, or GPU memory filled, since the last look."""
+        """Imports, then weights, until every rank says "Load weight end": bytes read, or GPU memory filled.
+
+        SGLang imports for minutes without a line where disk or cores are slow; ranks that hang read nothing.
+        """
         text = self.log.text()
-        if text.count("Load weight begin") <= text.count("Load weight end"):
+        if 0 < text.count("Load weight begin") <= text.count("Load weight end"):
             return False
         read = sum(procfs.io_bytes(p.pid) for p in procfs.descendants(self.guard_pid))
         gpu = sum(nvml.used_mib(self.gpu_ids).values())
