@@ -213,11 +213,11 @@ def _row(
     }
 
 
-def _cases(names: Sequence[str], url: str | None, tokenizer: str | None) -> Iterator[Case]:
+def _cases(names: Sequence[str], url: str | None, tokenizer: str | None, load: Sequence[int]) -> Iterator[Case]:
     folder = tokenizer or str(resolve("smollm2-135m"))
     if url:
         model = asyncio.run(served_model(url)) or "model"
-        yield Case("running", url, model, folder, concurrency=8, requests=64, output_tokens=128)
+        yield Case("running", url, model, folder, *load)
         return
     if "fake" in names:
         with fake_server(["--max-running-requests", "8"], ttft_ms=250, step_ms=20) as fake:
@@ -267,12 +267,14 @@ def main() -> None:
     parser.add_argument("--tools", nargs="*", default=["bench_serving"], choices=list(TOOLS))
     parser.add_argument("--url", help="a running server instead")
     parser.add_argument("--tokenizer", help="its tokenizer's folder")
+    shape = ("STREAMS", "REQUESTS", "TOKENS")
+    parser.add_argument("--load", type=int, nargs=3, metavar=shape, default=[8, 64, 128], help="on the running server")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "agreement.json")
     options = parser.parse_args()
     rows = [
         row
-        for case in _cases(options.servers, options.url, options.tokenizer)
+        for case in _cases(options.servers, options.url, options.tokenizer, options.load)
         for row in compare(case, options.tools, options.rounds)
     ]
     _write(options.out, rows)
