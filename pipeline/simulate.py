@@ -122,10 +122,12 @@ def simulate(study: Study, record: TrialRecord, anatomy: Anatomy, length: float)
 
 
 def _simulated(record: TrialRecord, anatomy: Anatomy, asked: float, level: LevelResult) -> Simulated:
+    from pipeline.reporting.facts import named
+
     got = level.accept_length or asked
     return Simulated(
         config_id=record.config_id,
-        name=anatomy.name,
+        name=named(record.config.words()),
         level=str(anatomy.level),
         asked=asked,
         accept_length=got,

@@ -12,6 +12,7 @@ from pipeline.records import LosslessResult, Topology, TrialRecord
 from pipeline.reporting import facts, loads
 from pipeline.reporting.command import pasteable
 from pipeline.reporting.model import LoadAdvice, Point, Report, Row, Verdict
+from pipeline.reporting.naming import shortened
 from pipeline.selection import Row as Ranked
 from pipeline.selection import Selection, baseline_id, select
 from pipeline.spec import Goal, ObjectiveSpec
@@ -44,12 +45,14 @@ def build(
     subject = _subject(dissected, winner)
     on_front, front = _front(selection, measured, objective)
     ranking = _ranking(selection, grouped, on_front)
-    return Report(
+    load = _load(measured, grouped, objective, selection)
+    said = {"explanation": explain(ranking), "by_workload": by_workload(load, selection.noise_floor or 0.0)}
+    report = Report(
         title=title,
         facts=_facts(records),
         metric=objective.goals[0].metric,
         unit=_unit(objective.goals[0]),
-        verdict=_verdict(selection, grouped, objective.goals[0]).model_copy(update={"explanation": explain(ranking)}),
+        verdict=_verdict(selection, grouped, objective.goals[0]).model_copy(update=said),
         ranking=ranking,
         front=front,
         points=measured,
@@ -61,10 +64,11 @@ def build(
         what_if=what_if(subject) if subject else None,
         simulated=simulated,
         profiles=profiles,
-        load=_load(measured, grouped, objective, selection),
+        load=load,
         timeline=facts.timeline(records),
         cost=facts.cost(records),
     )
+    return shortened(report, records)
 
 
 def _unit(goal: Goal) -> str:
@@ -128,10 +132,31 @@ def explain(ranking: Sequence[Row]) -> str | None:
     if row is None or row.accept_length is None or row.speedup is None:
         return None
     steps = row.accept_length / row.speedup
-    cycle = f"{steps:.2f} plain steps a verify cycle and yields {row.accept_length:.2f} tokens"
+    cycle = f"a verify cycle yields {row.accept_length:.2f} tokens and takes as long as {steps:.2f} plain steps"
     if row.is_winner:
-        return f"It takes {cycle}; it pays above {steps:.2f}."
-    return f"The best speculation, {row.name}, takes {cycle}; it would pay above {steps:.2f}."
+        return f"With it {cycle}; below {steps:.2f} tokens it would lose."
+    return f"With the best speculation, {row.name}, {cycle}; it pays above {steps:.2f} tokens."
+
+
+def by_workload(load: LoadAdvice | None, noise: float) -> str | None:
+    """The fastest of each workload, where they differ; a lead within noise is none."""
+    leaders: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for workload, streams, name, speedup in load.best if load else ():
+        leader = name if speedup > 1 + noise else ""
+        leaders.setdefault(workload, {}).setdefault(leader, []).append((streams, speedup))
+    if len({tuple(names) for names in leaders.values()}) < 2:
+        return None
+    return " ".join(
+        f"{workload}: {'; '.join(_leads(name, where) for name, where in names.items())}."
+        for workload, names in leaders.items()
+    )
+
+
+def _leads(name: str, where: Sequence[tuple[int, float]]) -> str:
+    streams = ", ".join(str(count) for count, _ in where)
+    at = f"at {streams} stream{'' if streams == '1' else 's'}"
+    gains = " and ".join(f"{speedup:.2f}×" for _, speedup in where)
+    return f"{name} is the fastest {at} ({gains})" if name else f"nothing beats the baseline beyond noise {at}"
 
 
 def _headline(selection: Selection, winner: Ranked, goal: Goal) -> str:

@@ -12,13 +12,14 @@ Figure = dict[str, Any]
 
 # One hue an algorithm, readable on light and dark (after Okabe and Ito).
 _HUES = {
-    "none": "#8a8f98", "NGRAM": "#e69f00", "EAGLE3": "#3d8fdb", "EAGLE": "#56b4e9", "NEXTN": "#cc79a7",
+    "none": "#6f7680", "NGRAM": "#e69f00", "EAGLE3": "#3d8fdb", "EAGLE": "#56b4e9", "NEXTN": "#cc79a7",
     "STANDALONE": "#1aa37a", "DFLASH": "#d5682c",
 }  # fmt: skip
 _OTHERS = ("#3d8fdb", "#e69f00", "#1aa37a", "#cc79a7", "#d5682c")
 _PARTS = {"collectives": "#d5682c", "compute": "#3d8fdb", "draft": "#e69f00", "other": "#1aa37a", "idle": "#8a8f98"}
 _PHASES = ("#8a8f98", "#3d8fdb", "#e69f00", "#1aa37a", "#cc79a7", "#d5682c")
-_DASHES = ("solid", "dot", "dash", "longdash")  # a workload each
+_DASHES = ("solid", "dot", "dash", "longdash")  # a workload each, and
+_MARKS = ("circle", "diamond", "square", "triangle-up")  # so that a hue is never the only difference
 
 
 def figures(report: Report) -> dict[str, Figure]:
@@ -37,9 +38,9 @@ def figures(report: Report) -> dict[str, Figure]:
 
 def _figure(data: list[Figure], x: str, y: str, **layout: Any) -> Figure:
     base: Figure = {
-        "xaxis": {"title": {"text": x}, "zeroline": False, "automargin": True},
-        "yaxis": {"title": {"text": y}, "zeroline": False, "automargin": True},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+        "xaxis": {"title": {"text": x}, "zeroline": False, "automargin": True, "tickformat": ",~g"},
+        "yaxis": {"title": {"text": y}, "zeroline": False, "automargin": True, "tickformat": ",~g"},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
         "margin": {"t": 24, "r": 16, "b": 48, "l": 56},
         "hovermode": "closest",
         "height": 420,
@@ -62,16 +63,18 @@ def throughput_latency(report: Report) -> Figure | None:
         return None
     shown = leaders(report.ranking)
     workloads = list(dict.fromkeys(p.workload for p in points))
+    styles = [(workload, _DASHES[i % 4], _MARKS[i % 4]) for i, workload in enumerate(workloads)]
     traces = [
-        _line(row, [p for p in points if p.config_id == row.config_id and p.workload == workload], workload, dash)
+        _line(row, [p for p in points if p.config_id == row.config_id and p.workload == workload], dash, mark)
         for row in shown
-        for workload, dash in zip(workloads, _DASHES * len(workloads), strict=False)
+        for workload, dash, mark in styles
     ]
     rest = [p for p in points if p.config_id not in {row.config_id for row in shown}]
-    others = _scatter(rest, "other configurations", "#8a8f98", opacity=0.45)
-    lines = ", ".join(f"{dash} {workload}" for workload, dash in zip(workloads, _DASHES, strict=False))
-    which = f" ({lines})" if len(workloads) > 1 else ""
-    return _figure([others, *traces] if rest else traces, f"mean TPOT, ms{which}", "output tok/s")
+    marks = [next(f"{mark}-open" for workload, _, mark in styles if workload == p.workload) for p in rest]
+    others = _scatter(rest, "other configurations", "#8a8f98", marks, opacity=0.7)
+    which = "; ".join(f"{mark} {dash}: {workload}" for workload, dash, mark in styles) if len(styles) > 1 else ""
+    axis = f"mean TPOT, ms a token{f'<br>{which}' if which else ''}"
+    return _figure([others, *traces] if rest else traces, axis, "output throughput, tok/s", margin={"b": 64})
 
 
 def leaders(ranking: Iterable[Row]) -> list[Row]:
@@ -84,19 +87,26 @@ def leaders(ranking: Iterable[Row]) -> list[Row]:
 
 
 def _label(row: Row) -> str:
-    return "winner" if row.is_winner else "baseline" if row.is_baseline else row.name
+    roles = [role for role, has in (("winner", row.is_winner), ("baseline", row.is_baseline)) if has]
+    return ", ".join(roles) or row.name
 
 
-def _line(row: Row, points: list[Point], workload: str, dash: str) -> Figure:
+def _line(row: Row, points: list[Point], dash: str, mark: str) -> Figure:
+    """One configuration over the loads of one workload; the winner's points say how many streams they are."""
     ordered = sorted(points, key=lambda p: p.concurrency or 0)
-    name = _label(row) if dash == _DASHES[0] else f"{_label(row)}, {workload}"
-    trace = _scatter(ordered, name, _hue(row.algorithm), mode="lines+markers")
+    first = dash == _DASHES[0]
+    trace = _scatter(ordered, _short(_label(row), 34), _hue(row.algorithm), mark, mode="lines+markers")
     trace["line"] = {"dash": dash, "width": 3 if row.is_winner else 1.5}
-    trace["legendgroup"], trace["showlegend"] = row.config_id, dash == _DASHES[0]
+    trace["legendgroup"], trace["showlegend"] = row.config_id, first
+    if row.is_winner and first and len(ordered) > 1:
+        trace |= {"mode": "lines+markers+text", "textposition": "top center", "cliponaxis": False}
+        trace["text"] = [f"{p.concurrency} stream{'' if p.concurrency == 1 else 's'}" for p in ordered]
     return trace
 
 
-def _scatter(points: list[Point], name: str, hue: str, mode: str = "markers", opacity: float = 1.0) -> Figure:
+def _scatter(
+    points: list[Point], name: str, hue: str, mark: str | list[str], mode: str = "markers", opacity: float = 1.0
+) -> Figure:
     return {
         "type": "scatter",
         "mode": mode,
@@ -104,9 +114,9 @@ def _scatter(points: list[Point], name: str, hue: str, mode: str = "markers", op
         "opacity": opacity,
         "x": [p.mean_tpot_ms for p in points],
         "y": [p.tok_per_s.value for p in points],
-        "text": [f"{p.name}<br>{p.level}" for p in points],
-        "hovertemplate": "%{text}<br>%{y:.0f} tok/s, TPOT %{x:.2f} ms<extra></extra>",
-        "marker": {"color": hue, "size": 8},
+        "customdata": [f"{p.name}<br>{p.level}" for p in points],
+        "hovertemplate": "%{customdata}<br>%{y:,.4~g} tok/s, TPOT %{x:.2f} ms<extra></extra>",
+        "marker": {"color": hue, "size": 9, "symbol": mark},
     }
 
 
@@ -132,12 +142,13 @@ def break_even(report: Report) -> Figure | None:
             "hoverinfo": "skip",
         },
     ]  # fmt: skip
-    for group in groups:
+    for place, group in enumerate(groups):
         inside = [a for a in found if algorithms.get(a.name, a.name) == group]
         traces.append(
             {
                 "type": "scatter", "mode": "markers", "name": group, "x": [a.accept_length for a in inside],
-                "y": [a.speedup for a in inside], "marker": {"size": 9, "color": _hue(group, groups)},
+                "y": [a.speedup for a in inside],
+                "marker": {"size": 9, "color": _hue(group, groups), "symbol": _MARKS[place % 4]},
                 "text": [f"{a.name}<br>{a.level or ''} break-even {a.break_even_accept_length:.2f}" for a in inside],
                 "hovertemplate": "%{text}<br>accept length %{x:.2f}, %{y:.2f}×<extra></extra>",
             }
@@ -145,9 +156,15 @@ def break_even(report: Report) -> Figure | None:
     note = {
         "x": edge, "y": 1, "text": f"break-even {edge:.2f}", "showarrow": True, "arrowhead": 2, "ax": 0, "ay": 36,
     }  # fmt: skip
-    return _figure(
-        traces, "accept length", "speed-up over the baseline", annotations=[note], yaxis={"rangemode": "tozero"}
-    )
+    traces.append(
+        {
+            "type": "scatter", "mode": "markers", "name": _short(f"what-if: {subject.name}", 34), "hoverinfo": "skip",
+            "x": [subject.accept_length], "y": [subject.speedup],
+            "marker": {"size": 18, "symbol": "circle-open", "color": "#c0392b", "line": {"width": 2}},
+        }
+    )  # fmt: skip
+    x, y = "accept length, tokens a verify step", "speed-up over the baseline, ×"
+    return _figure(traces, x, y, annotations=[note], yaxis={"rangemode": "tozero"})
 
 
 def cycle(report: Report) -> Figure | None:
@@ -168,8 +185,8 @@ def cycle(report: Report) -> Figure | None:
         }
         for name, hue, values in bars
     ]  # fmt: skip
-    height = 120 + 46 * len(found)
-    where = f"ms, {found[0].level}" if found[0].level else "ms"
+    height = 120 + _rows(names, 46)
+    where = f"ms a step, at {found[0].level}" if found[0].level else "ms a step"
     return _figure(traces, where, "", barmode="group", height=height, yaxis={"autorange": "reversed"})
 
 
@@ -181,6 +198,11 @@ def _short(name: str, width: int = 26) -> str:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()
     return "<br>".join(lines)
+
+
+def _rows(names: Sequence[str], least: int) -> int:
+    """Pixels for bars with these labels, so that none runs into the next."""
+    return len(names) * max(least, *(14 + 15 * (name.count("<br>") + 1) for name in names))
 
 
 def step_time(report: Report) -> Figure | None:
@@ -196,8 +218,8 @@ def step_time(report: Report) -> Figure | None:
         }
         for part, hue in _PARTS.items()
     ]  # fmt: skip
-    height = 140 + 40 * len(names)
-    return _figure(traces, "ms of a step", "", barmode="stack", height=height, yaxis={"autorange": "reversed"})
+    height = 140 + _rows(names, 40)
+    return _figure(traces, "ms of one decode step", "", barmode="stack", height=height, yaxis={"autorange": "reversed"})
 
 
 def parallel(report: Report) -> Figure | None:
@@ -208,18 +230,21 @@ def parallel(report: Report) -> Figure | None:
     if len(rows) < 3 or not settings:
         return None
     values = [row.value.value for row in rows if row.value is not None]
-    last = {"label": report.unit, "values": values}
+    last = {"label": report.unit, "values": values, "tickformat": ",.4~g"}
     trace: Figure = {
         "type": "parcoords",
         "dimensions": [*(_axis(rows, setting) for setting in settings), last],
         "line": {"color": values, "colorscale": [[0, "#8a8f98"], [0.5, "#3d8fdb"], [1, "#e69f00"]]},
+        "labelfont": {"size": 13},
+        "tickfont": {"size": 12},
+        "rangefont": {"size": 12},
     }
     return {
         "data": [trace],
         "layout": {
             "height": 380,
-            "margin": {"t": 60, "r": 50, "b": 24, "l": 90},
-            "width": max(360, 140 + 105 * len(settings)),
+            "margin": {"t": 60, "r": 50, "b": 24, "l": 96},
+            "meta": {"least_width": 150 + 95 * len(settings)},  # the page scrolls sideways below that
         },
     }
 
@@ -264,4 +289,4 @@ def timeline(report: Report) -> Figure | None:
         starts = [start + length for start, length in zip(starts, lengths, strict=True)]
     height = 140 + 16 * len(spans)
     axis = {"autorange": "reversed", "type": "category", "dtick": 1 if len(spans) < 40 else 5}
-    return _figure(traces, "minutes", "trial", barmode="overlay", height=height, yaxis=axis)
+    return _figure(traces, "minutes since the study's start", "trial", barmode="overlay", height=height, yaxis=axis)

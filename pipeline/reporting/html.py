@@ -7,18 +7,20 @@ from html import escape
 from pathlib import Path
 from string import Template
 
+from pipeline.records import Estimate
 from pipeline.reporting.figures import figures
 from pipeline.reporting.model import Report, Verdict
 from pipeline.reporting.sections import Section, Table, sections, spread, times
 
 PAGE = Path(__file__).parent.parent / "data" / "report.html"
 _CAPTIONS = {
-    "throughput_latency": "Throughput against time per token; each point is a load level.",
+    "throughput_latency": "Throughput against time per token: up and to the left is better. A point is a load level, "
+    "a line one configuration from few streams to many.",
     "break_even": "Above the dashed line speculation pays. A ray is one cycle time: move along it with the drafter, "
     "to a steeper one with a faster step.",
-    "cycle": "A cycle longer than what its accept length allows loses.",
+    "cycle": "A verify cycle that takes longer than its accept length allows loses to plain decoding.",
     "step_time": "One decode step without the profiler, by what the GPU did in it.",
-    "parallel": "Each line is a configuration. Drag along an axis to select.",
+    "parallel": "Each line is a configuration, the brighter the faster. Drag along an axis to select.",
     "timeline": "Trials in time, by phase.",
 }
 
@@ -47,18 +49,31 @@ def _answers(verdict: Verdict, unit: str) -> str:
         interval = f"{times(verdict.speedup_low)} to {times(verdict.speedup_high)}"
     noise = f"{verdict.noise_floor:.1%}" if verdict.noise_floor is not None else None
     cards = (
-        ("winner", spread(verdict.value) if verdict.winner and verdict.value else None, unit),
-        ("baseline", spread(verdict.baseline) if verdict.baseline else None, unit),
+        ("winner", *_measured(verdict.value if verdict.winner else None, unit)),
+        ("baseline", *_measured(verdict.baseline, unit)),
         ("speed-up", times(verdict.speedup) if verdict.speedup is not None else None, interval),
-        ("noise floor", noise, "smaller differences are none"),
+        ("noise floor", noise, "smaller differences are noise"),
     )
     grid = "".join(_card(name, value, small) for name, value, small in cards if value)
+    gain = " gain" if (verdict.speedup or 0.0) > 1 else ""
     lines = "".join(
         f'<p class="say"><b>{name}</b><span>{escape(text)}</span></p>'
-        for name, text in (("Why", verdict.reason), ("How", verdict.explanation), ("Lossless", verdict.lossless))
+        for name, text in (
+            ("Why", " ".join(part for part in (verdict.reason, verdict.explanation) if part)),
+            ("By workload", verdict.by_workload),
+            ("Lossless", verdict.lossless),
+        )
         if text
     )
-    return f'<dl class="answers">{grid}</dl>{lines}'
+    return f'<dl class="answers{gain}">{grid}</dl>{lines}'
+
+
+def _measured(value: Estimate | None, unit: str) -> tuple[str | None, str]:
+    """A card's figure, and below it the unit; a range goes there too, since a card is narrow."""
+    if value is None:
+        return None, unit
+    figure, _, both = spread(value).partition(" (")
+    return figure, f"{unit}, {both.rstrip(')')}" if both else unit
 
 
 def _card(name: str, value: str, small: str) -> str:

@@ -22,7 +22,7 @@ ADAPTIVE = frozenset({"EAGLE", "EAGLE3"})
 def advise(
     points: Sequence[Point], configs: Mapping[str, EngineConfig], *, noise: float, static: str | None
 ) -> LoadAdvice | None:
-    """Best configuration at each load; None when fewer than two concurrencies were measured.
+    """Best configuration at each load of each workload; None when fewer than two such were measured.
 
     Args:
         points: pooled figures of configurations that may win.
@@ -30,11 +30,11 @@ def advise(
         noise: the study's noise floor as a share.
         static: the winner over all loads, in words.
     """
-    loads = sorted({p.concurrency for p in points if p.concurrency is not None})
-    if len(loads) < 2:
-        return None
     best = _best(points)
-    adaptive, note = adaptive_config(points, configs, noise=noise)
+    if len(best) < 2:
+        return None
+    several = len({load for _, load in best}) > 1
+    adaptive, note = adaptive_config(points, configs, noise=noise) if several else (None, "")
     return LoadAdvice(
         best=tuple((w, c, p.name, p.speedup or 1.0) for (w, c), p in sorted(best.items())),
         crossovers=tuple(_crossovers(points, best, noise)),

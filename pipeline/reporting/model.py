@@ -19,6 +19,7 @@ class Verdict(Frozen):
     headline: str
     reason: str
     explanation: str | None = None  # in tokens and plain steps a cycle
+    by_workload: str | None = None  # the fastest of each, where they differ
     winner: str | None = None
     winner_id: str | None = None
     value: Estimate | None = None

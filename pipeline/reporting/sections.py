@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.anatomy import Anatomy, WhatIf
 from pipeline.profile import StepProfile, doubts
 from pipeline.records import Estimate
-from pipeline.reporting.model import Cost, LoadAdvice, Point, Report, Row
+from pipeline.reporting.model import Cost, Crossover, LoadAdvice, Point, Report, Row
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,12 @@ def figure(value: float | None, digits: int = 3) -> str:
 
 
 def spread(estimate: Estimate | None) -> str:
-    """A value with half its 95 % interval, or alone where it was taken once."""
+    """A value with half its 95 % interval; of two values both, since an interval of two says nothing; one is alone."""
     if estimate is None:
         return "–"
+    if estimate.n == 2 and estimate.std is not None:
+        half = estimate.std / math.sqrt(2)
+        return f"{figure(estimate.value)} ({figure(estimate.value - half)}–{figure(estimate.value + half)})"
     if estimate.low is None or estimate.high is None:
         return figure(estimate.value)
     half = (estimate.high - estimate.low) / 2
@@ -100,14 +104,17 @@ def _ranking(report: Report) -> Section | None:
     columns = ("#", "configuration", report.unit, "vs baseline", "accept length", "")
     strong = frozenset(i for i, r in enumerate(report.ranking) if r.is_winner or r.is_baseline)
     noise = report.verdict.noise_floor
-    text = (f"Differences below {noise:.1%} are noise on this machine.",) if noise is not None else ()
+    floor = f"Differences below {noise:.1%} are noise on this machine. " if noise is not None else ""
     return Section(
         "Ranking",
-        text=text + ((report.front,) if report.front else ()),
+        text=(floor + _SPREADS, *((report.front,) if report.front else ())),
         table=Table(columns, rows, frozenset({0, 2, 3, 4}), strong),
         after=report.claims,
         figures=("throughput_latency",),
     )
+
+
+_SPREADS = "± is half the 95 % interval over launches; of two launches both are given; a figure alone is one launch."
 
 
 def _marks(row: Row) -> str:
@@ -130,7 +137,7 @@ def _levels(report: Report) -> Section | None:
     )
     if not rows:
         return None
-    columns = ("load", "", "tok/s", "vs baseline", "accept length", "TTFT ms", "TPOT ms", "p95 TPOT ms")
+    columns = ("load", "which", "tok/s", "vs baseline", "accept length", "TTFT ms", "TPOT ms", "p95 TPOT ms")
     return Section("At each load", table=Table(columns, rows, frozenset(range(2, 8))))
 
 
@@ -209,11 +216,14 @@ def _sentence(a: Anatomy) -> str:
     )
 
 
+_CYCLES = {"now": "cycle now", "plain step": "as a plain step", "75%": "75 % of it", "50%": "50 % of it"}
+
+
 def _what_if(report: Report) -> Section | None:
     table, subject = report.what_if, report.subject
     if table is None or subject is None:
         return None
-    columns = ("accept length", *(f"{name} ({figure(ms)} ms)" for name, ms in _columns(table)))
+    columns = ("accept length", *(f"{_CYCLES.get(name, name)} ({figure(ms)} ms)" for name, ms in _columns(table)))
     rows = tuple(
         (f"{length:g}", *(figure(v) + (" ✓" if v > table.plain_tok_per_s else "") for v in values))
         for length, values in zip(table.accept_lengths, table.tok_per_s, strict=True)
@@ -269,17 +279,17 @@ def _profiles(report: Report) -> Section | None:
     if not report.profiles:
         return None
     columns = (
-        "configuration", "rank", "step ms", "all-reduces", "all-gathers", "collectives ms", "compute ms", "draft ms",
-        "other ms", "idle ms", "under the profiler",
+        "configuration", "rank", "step ms", *(f"{part} ms" for part in report.profiles[0].parts_ms), "profiled ms",
+        "reduces + gathers",
     )  # fmt: skip
     rows = tuple(_profile_row(p) for p in report.profiles)
     return Section(
         "Where the milliseconds go",
         text=(
             "One decode step, on the GPU's own clock. The step was timed without the profiler; idle is what the work "
-            "on the GPU leaves of it: launches, gaps, waiting for other ranks. Counts are of the target's pass.",
+            "on the GPU leaves of it: launches, gaps, waiting for other ranks. Profiled is the step slowed by it.",
         ),
-        table=Table(columns, rows, frozenset(range(2, 11))),
+        table=Table(columns, rows, frozenset(range(2, 9))),
         after=doubts(report.profiles),
         figures=("step_time",),
     )
@@ -288,8 +298,10 @@ def _profiles(report: Report) -> Section | None:
 def _profile_row(p: StepProfile) -> tuple[str, ...]:
     parts = tuple(f"{ms:.2f}" for ms in p.parts_ms.values())
     measured = f"{p.measured_step_ms:.2f}" if p.measured_step_ms is not None else "–"
-    slowed = f"{p.step_ms:.2f} ({change(p.overhead)})" if p.overhead is not None else f"{p.step_ms:.2f}"
-    return (p.label, p.rank, measured, f"{p.all_reduces:g}", f"{p.all_gathers:g}", *parts, slowed)
+    slowed = f" ({p.overhead:+.0%})" if p.overhead is not None else ""
+    draft = f"; draft {p.draft_all_reduces:g} + {p.draft_all_gathers:g}" if p.draft_all_reduces else ""
+    counts = f"{p.all_reduces:g} + {p.all_gathers:g}{draft}"
+    return (p.label, p.rank, measured, *parts, f"{p.step_ms:.2f}{slowed}", counts)
 
 
 def _load(report: Report) -> Section | None:
@@ -297,11 +309,12 @@ def _load(report: Report) -> Section | None:
     if load is None:
         return None
     rows = tuple((workload, str(c), name, times(speedup)) for workload, c, name, speedup in load.best)
+    static = f"One static choice for all of them: {load.static}." if load.static else ""
     return Section(
-        "By load",
+        "By workload and load",
         text=_crossover_lines(load),
         table=Table(("workload", "streams", "fastest", "vs baseline"), rows, frozenset({1, 3})),
-        after=(load.adaptive_note, *((f"One static choice for all loads: {load.static}.",) if load.static else ())),
+        after=tuple(said for said in (load.adaptive_note, static) if said),
         code=_lines(load.adaptive) if load.adaptive else None,
     )
 
@@ -314,12 +327,15 @@ def _lines(value: dict[str, Any]) -> str:
 
 def _crossover_lines(load: LoadAdvice) -> tuple[str, ...]:
     if not load.crossovers:
-        return ("One configuration is the fastest at every load of each workload.",)
-    return tuple(
-        f"{c.workload}: {c.best_below} leads up to {c.below} streams, {c.best_above} from {c.above}"
-        f"{' (a difference inside noise)' if c.inside_noise else ''}."
-        for c in load.crossovers
-    )
+        alone = len({name for _, _, name, _ in load.best}) == 1
+        return ("One configuration is the fastest everywhere." if alone else "The fastest differs by workload.",)
+    return tuple(map(_crossover, load.crossovers))
+
+
+def _crossover(c: Crossover) -> str:
+    few = f"{c.below} stream{'' if c.below == 1 else 's'}"
+    doubt = " (a difference inside noise)" if c.inside_noise else ""
+    return f"{c.workload}: at {few} {c.best_below} leads, at {c.above} {c.best_above}{doubt}."
 
 
 def _parallel(report: Report) -> Section | None:

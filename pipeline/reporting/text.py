@@ -39,6 +39,7 @@ def verdict_lines(verdict: Verdict, unit: str) -> tuple[tuple[str, str], ...]:
         ("speed-up", f"{times(verdict.speedup)}{interval}" if verdict.speedup is not None else None),
         ("noise floor", f"{verdict.noise_floor:.1%}" if verdict.noise_floor is not None else None),
         ("why", " ".join(part for part in (verdict.reason, verdict.explanation) if part)),
+        ("by workload", verdict.by_workload),
         ("lossless", verdict.lossless),
     )
     return tuple((name, value) for name, value in lines if value)

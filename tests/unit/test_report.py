@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import EngineConfig
+from pipeline.config import EngineConfig, NgramSpeculation
 from pipeline.errors import InputError
 from pipeline.profile import parse
 from pipeline.records import Estimate, FailureClass, Launch
@@ -24,7 +24,7 @@ from pipeline.reporting.figures import figures
 from pipeline.reporting.html import render as render_html
 from pipeline.reporting.model import Point, Report
 from pipeline.reporting.sections import change, figure, spread
-from tests.fakes.fake_study import BASELINE, WINNER, FakeStudy, config, eagle, full_study, null_study
+from tests.fakes.fake_study import BASELINE, WINNER, FakeStudy, Shape, config, eagle, full_study, null_study
 from tests.fakes.fake_trace import FakeTrace
 
 
@@ -93,7 +93,8 @@ def test_anatomies_recover_the_cost_model(report: Report) -> None:
 
 def test_why_is_said_in_tokens_and_plain_steps(report: Report) -> None:
     assert report.verdict.explanation == (
-        "It takes 1.34 plain steps a verify cycle and yields 2.28 tokens; it pays above 1.34."
+        "With it a verify cycle yields 2.28 tokens and takes as long as 1.34 plain steps; "
+        "below 1.34 tokens it would lose."
     )
 
 
@@ -120,7 +121,8 @@ def test_no_winner_is_an_answer(tmp_path: Path) -> None:
     assert report.verdict.headline == "No configuration beats the baseline: no speculation stays"
     assert report.verdict.reason.startswith("No difference that holds")
     assert report.verdict.explanation is not None
-    assert report.verdict.explanation.startswith("The best speculation, NGRAM draft=16, takes 1.77 plain steps")
+    assert report.verdict.explanation.startswith("With the best speculation, NGRAM draft=16, a verify cycle yields")
+    assert "as long as 1.77 plain steps; it pays above 1.77 tokens" in report.verdict.explanation
     assert report.effects == ()
 
 
@@ -141,7 +143,36 @@ def test_an_interrupted_study_reports_what_there_is(tmp_path: Path) -> None:
         ledger.write('{"study": "cut", "numb')
     report = load_report(str(folder))
     assert report.verdict.winner == "no speculation"
-    assert report.load is None and report.anatomies == ()
+    assert report.verdict.by_workload is None and report.anatomies == ()
+
+
+def test_what_all_configurations_share_is_said_once(tmp_path: Path) -> None:
+    study = FakeStudy("shared")
+    plain = config(custom_all_reduce=False, flashinfer_fusion="off")
+    for role, made in (("baseline", plain), ("search", plain.model_copy(update={"speculation": eagle(3)}))):
+        study.trial(Shape(made, 2.0, 1.5), role)
+    tree = plain.collectives.model_copy(update={"nccl_algo": "Tree"})
+    study.failed(plain.model_copy(update={"collectives": tree}), FailureClass.COLLECTIVE, "no all-gather for Tree")
+    report = load_report(str(study.write(tmp_path)))
+    assert {row.name for row in report.ranking} == {"no speculation", "EAGLE3 steps=3 topk=1 draft=4"}
+    assert report.failures[0].example == "no speculation nccl_algo=Tree"
+    assert dict(report.facts)["in all configurations"] == "car=off fusion=off"
+    for form in ("text", "markdown"):
+        assert render(report, form).count("car=off") == 1
+    assert report.timeline[0].name == "no speculation"
+
+
+def test_the_fastest_of_each_workload_is_on_the_first_screen_where_they_differ(report: Report, tmp_path: Path) -> None:
+    study = FakeStudy("mixed", loads=(1,))
+    study.trial(BASELINE, "baseline")
+    study.trial(Shape(config(NgramSpeculation(num_draft_tokens=8)), 1.45, 1.5), "search")  # pays at 1.6, not at 1.45
+    study.trial(BASELINE, "reference")
+    found = load_report(str(study.write(tmp_path)))
+    assert found.verdict.by_workload is not None
+    assert "chat: nothing beats the baseline beyond noise at 1 stream." in found.verdict.by_workload
+    assert re.search(r"extract: NGRAM draft=8 is the fastest at 1 stream \(1\.0\d×\)\.", found.verdict.by_workload)
+    for page in (render(found), render_html(found)):
+        assert found.verdict.by_workload.split(" (")[0] in " ".join(page.split())
 
 
 def test_an_unknown_study_is_one_clear_error(tmp_path: Path) -> None:
@@ -251,8 +282,6 @@ def test_a_crossover_becomes_an_adaptive_configuration() -> None:
 
 
 def test_no_adaptive_configuration_without_eagle_or_without_a_choice() -> None:
-    from pipeline.config import NgramSpeculation
-
     ngram = NgramSpeculation(num_draft_tokens=4)
     none = advise(point(None, 1, 100), point(ngram, 1, 130), point(None, 8, 100), point(ngram, 8, 90))
     assert none.adaptive is None and "EAGLE" in none.adaptive_note
@@ -266,6 +295,8 @@ def test_numbers_in_words() -> None:
     )  # fmt: skip
     assert spread(Estimate(value=812.0)) == "812"
     assert spread(Estimate(value=812.0, n=3, low=800.0, high=824.0)) == "812 ± 12"
+    two = Estimate(value=812.0, n=2, std=16.97, low=660.0, high=964.0)  # 800 and 824
+    assert spread(two) == "812 (800–824)"
     assert change(-0.0001) == "+0.0%"
 
 
