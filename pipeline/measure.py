@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from pipeline.cli import run_command
 from pipeline.errors import InputError, MeasurementError, PreflightError
@@ -51,29 +54,54 @@ def measure(
     """
     from pipeline.ruler import MeasurePlan, Ruler
 
-    workload = WorkloadSpec(
-        prompts={Path(source).stem: source for source in prompts or ["extract", "open"]},
-        output_tokens=output_tokens,
-        ignore_eos=not natural_stop,
-        temperature=temperature,
-        seed=seed,
-    )
-    load = LoadSpec(
-        concurrency=tuple(concurrency or ([] if rate or trace else [1])),
-        request_rate=tuple(rate or ()),
-        trace=str(trace) if trace else None,
-        requests_per_level=requests,
-        min_repeats=min(2, repeats),
-        max_repeats=repeats,
-        ci_width=ci_width,
-        level_budget_s=budget_s,
-    )
+    with _flags_checked():
+        workload = WorkloadSpec(
+            prompts={re.sub(r"[^\w .-]", "_", Path(source).stem): source for source in prompts or ["extract", "open"]},
+            output_tokens=output_tokens,
+            ignore_eos=not natural_stop,
+            temperature=temperature,
+            seed=seed,
+        )
+        load = LoadSpec(
+            concurrency=tuple(concurrency or ([] if rate or trace else [1])),
+            request_rate=tuple(rate or ()),
+            trace=str(trace) if trace else None,
+            requests_per_level=requests,
+            min_repeats=min(2, repeats),
+            max_repeats=repeats,
+            ci_width=ci_width,
+            level_budget_s=budget_s,
+        )
     plan = MeasurePlan(workload=workload, load=load, salt=salt)
     target, api_key = base_url(url), os.environ.get(API_KEY_VARIABLE)
     _must_answer(target, api_key)
     ruler = Ruler(plan, api_key=api_key)
     measured = ruler.measure(target, model=model, greedy=False, on_phase=_tell(quiet=as_json))
     print(json.dumps(as_data(measured, plan), indent=2) if as_json else as_text(measured))
+
+
+# Where a flag is not called as what it sets.
+_FLAGS = {
+    "request_rate": "rate",
+    "requests_per_level": "requests",
+    "max_repeats": "repeats",
+    "level_budget_s": "budget-s",
+}
+
+
+@contextmanager
+def _flags_checked() -> Iterator[None]:
+    """A value that does not fit is the flag's mistake, in one line."""
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else "concurrency"
+        key = f"--{_FLAGS.get(name, name).replace('_', '-')}"
+        if first["type"] == "value_error":
+            raise InputError(str(first["ctx"]["error"]), key=key) from None
+        expected = first["msg"].removeprefix("Input should be ")
+        raise InputError(f"{first['input']!r} does not fit", key=key, expected=expected) from None
 
 
 def base_url(url: str) -> str:

@@ -5,9 +5,10 @@ Pure data with defaults; `space.py` reads it from YAML and adds file, line and k
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.config import Frozen
 from pipeline.records import LoadLevel
@@ -19,6 +20,15 @@ Requests = Annotated[int, Field(gt=0, le=1_000_000)]
 Tokens = Annotated[int, Field(gt=0, le=10_000_000)]
 
 
+def _fit_for_keys(name: str) -> str:
+    if not re.fullmatch(r"[\w.-][\w .-]{0,63}", name):
+        raise ValueError(f"a workload cannot be named {name!r}; expected up to 64 letters, digits and ._-")
+    return name
+
+
+WorkloadName = Annotated[str, AfterValidator(_fit_for_keys)]  # part of MLflow's keys and of files' names
+
+
 class WorkloadSpec(Frozen):
     """Prompts and how they are answered.
 
@@ -26,7 +36,9 @@ class WorkloadSpec(Frozen):
     prompts, OpenAI chat or ShareGPT shapes). Greedy by default; `ignore_eos` fixes the output length.
     """
 
-    prompts: dict[str, str] = Field(default_factory=lambda: {"extract": "extract", "open": "open"}, min_length=1)
+    prompts: dict[WorkloadName, str] = Field(
+        default_factory=lambda: {"extract": "extract", "open": "open"}, min_length=1
+    )
     output_tokens: Tokens = 128
     ignore_eos: bool = True
     temperature: NonNegativeFloat = 0.0
@@ -100,7 +112,7 @@ class Constraints(Frozen):
     p95_ttft_ms: PositiveFloat | None = None
     p95_tpot_ms: PositiveFloat | None = None
     p95_e2e_latency_ms: PositiveFloat | None = None
-    error_rate: NonNegativeFloat = 0.0
+    error_rate: float = Field(default=0.0, ge=0, le=1)
 
 
 class ObjectiveSpec(Frozen):
@@ -108,6 +120,12 @@ class ObjectiveSpec(Frozen):
 
     goals: tuple[Goal, ...] = Field(default=(Goal(),), min_length=1, max_length=2)
     constraints: Constraints = Constraints()
+
+    @model_validator(mode="after")
+    def _goals_differ(self) -> ObjectiveSpec:
+        if len(self.goals) == 2 and self.goals[0] == self.goals[1]:
+            raise ValueError("both goals are the same")
+        return self
 
 
 class Limits(Frozen):

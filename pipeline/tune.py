@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +23,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def tune(
-    space: Annotated[Path, typer.Argument(help="The space file, such as tune_spaces/verify.yaml.")],
+    space: Annotated[
+        Path | None, typer.Argument(help="The space file, such as tune_spaces/verify.yaml; --resume has its own.")
+    ] = None,
     engine: Annotated[str | None, typer.Option(help="auto, sglang or embedded; overrides the file.")] = None,
     model: Annotated[str | None, typer.Option(help="Model folder, hub id or small model's name.")] = None,
     draft_model: Annotated[
@@ -51,7 +54,7 @@ def tune(
     from pipeline.errors import InputError
     from pipeline.space import Overrides, load_space
 
-    if stop_after is not None and not stop_after > 0:
+    if stop_after is not None and not 0 < stop_after < math.inf:
         raise InputError(f"{stop_after} does not fit", key="--stop-after", expected="a number above 0")
     given = Overrides(
         engine=engine,
@@ -65,7 +68,8 @@ def tune(
         sampler=sampler,  # type: ignore[arg-type]  # checked when the file is loaded
     )
     overrides = _as_begun(resume, runs, given) if resume is not None else given
-    spec = load_space(space, overrides)
+    file = space or _space_of(resume, runs)
+    spec = load_space(file, overrides)
     topology, release, choice, part = _resolve(spec, dry_run=dry_run)
     if dry_run:
         _print_plan(choice, part, release, topology, as_json=json_)
@@ -75,7 +79,7 @@ def tune(
     ended = drive(
         Job(
             study=spec.study,
-            space_file=space,
+            space_file=file,
             space=part,
             choice=choice,
             topology=topology,
@@ -95,6 +99,22 @@ def tune(
 
         _print_json(choice, json.loads(render(study_report(ended.study), "json")))
     raise typer.Exit(ended.exit_code)
+
+
+def _space_of(resume: str | None, runs: Path) -> Path:
+    """The space file that a study keeps in its folder.
+
+    Raises:
+        InputError: no such study, or none is named.
+    """
+    from pipeline.errors import InputError
+    from pipeline.store import Study
+
+    if resume is None:
+        raise InputError(
+            "no space file", key="SPACE", expected="a file such as tune_spaces/verify.yaml, or --resume with a study"
+        )
+    return Study.open(resume, runs).space_file
 
 
 def _as_begun(resume: str, runs: Path, given: Overrides) -> Overrides:

@@ -155,6 +155,10 @@ MISTAKES = [
     ("{trials: 8}", "{trails: 8}", 22, "search.budget.trails", "did you mean 'trials'"),
     ("load:", "objective: {goals: [{concurrency: 4}]}\nload:", 21, "objective.goals[0].concurrency", "one of 8"),
     ("load:", "objective: {goals: [{weights: {opn: 1}}]}\nload:", 21, "objective.goals[0].weights.opn", "'open'"),
+    ("load:", "objective: {goals: [{}, {}]}\nload:", 21, "objective", "both goals are the same"),
+    ("load:", "objective: {constraints: {error_rate: 2}}\nload:", 21, "objective.constraints.error_rate", "equal to 1"),
+    ("load:", "workload: {prompts: {a/b: open}}\nload:", 21, "workload.prompts.a/b", "cannot be named 'a/b'"),
+    ("load:", "workload: {prompts: {'': open}}\nload:", 21, "workload.prompts.", "cannot be named ''"),
     ("{budget: {trials: 8}}", "{seed: -1}", 22, "search.seed", "greater than or equal to 0"),
     ("{budget: {trials: 8}}", "{sampler: tpee}", 22, "search.sampler", "did you mean 'tpe'"),
     (

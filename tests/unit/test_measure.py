@@ -49,6 +49,20 @@ def test_an_open_loop_can_be_asked_for(url: str) -> None:
     assert json.loads(done.stdout)["levels"][0]["level"]["request_rate"] == 50
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--concurrency", "0", "0 does not fit; expected greater than 0"),
+        ("--rate", "nan", "nan does not fit; expected greater than 0"),
+        ("--budget-s", "1e9", "1000000000.0 does not fit; expected less than or equal to 604800"),
+        ("--ci-width", "-1", "-1.0 does not fit; expected greater than 0"),
+    ],
+)
+def test_a_flag_that_does_not_fit_is_one_clear_line(flag: str, value: str, words: str) -> None:
+    done = run("127.0.0.1:9", flag, value)
+    assert (done.returncode, done.stderr) == (2, f"error: {flag}: {words}\n")
+
+
 def test_nothing_listening_is_one_clear_line() -> None:
     done = run(f"127.0.0.1:{(port := free_port())}")
     assert (done.returncode, done.stdout) == (2, "")
