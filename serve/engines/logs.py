@@ -82,6 +82,7 @@ _DEGRADED = tuple(
         "PCIe-IPC all-reduce skipped": r"no pcie_ipc_comm|PCIe-IPC (?:workspace .*failed|all-?reduce skipped)",
         "torch symmetric memory off": r"SymmMemCommunicator: .*not supported",
         "multimem all-gather off": r"multimem all-gather disabled",
+        "CUDA graphs off": r"cuda graph is disabled (?:because|for)",
         "speculation limits the batch": r"Max running requests is reset to",
         "adaptive speculation off": r"speculative_adaptive disabled",
     }.items()
@@ -289,7 +290,8 @@ def _signal_words(code: int, who: str) -> tuple[FailureClass, str]:
         return FailureClass.CRASH, f"{who} ended with exit code {code}"
     name = signal.Signals(-code).name
     if -code in (signal.SIGKILL, signal.SIGTERM):
-        return FailureClass.KILLED, f"{who} was killed by {name} from outside (a person, or the host's OOM killer)"
+        by = "a person, or the host's OOM killer" if -code == signal.SIGKILL else "a person, or a supervisor"
+        return FailureClass.KILLED, f"{who} was killed by {name} from outside ({by})"
     return FailureClass.CRASH, f"{who} crashed with {name}"
 
 

@@ -138,6 +138,7 @@ def test_the_ready_line_is_no_startup_line() -> None:
         ),
         ("Max running requests is reset to 48 for speculative decoding.", "speculation limits the batch"),
         ("speculative_adaptive disabled: topk > 1. Falling back", "adaptive speculation off"),
+        ("Cuda graph is disabled because of using torch native attention backend", "CUDA graphs off"),
         ("TorchSymmMemCommunicator: World size 2 not supported, communicator", "torch symmetric memory off"),
     ],
 )
