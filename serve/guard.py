@@ -3,7 +3,8 @@
 It runs in its own session, apart from the owner's process tree, and is the reaper of all that the
 engine forks: a grandchild that loses its parent, or leaves the group, comes back to it. When its
 standard input closes (the owner stops it, or died, even by SIGKILL) it ends the engine: TERM, a
-grace, then KILL of every descendant. If the guard itself is killed the kernel kills the engine.
+grace, then KILL of every descendant; where the owner died it removes their shared memory too. If the
+guard itself is killed the kernel kills the engine.
 
 Protocol on standard output: `guard PID`, `engine PID`, `exit CODE`.
 """
@@ -17,8 +18,12 @@ import select
 import signal
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from serve import procfs
+
+if TYPE_CHECKING:
+    from serve.cleanup import Belongings
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -45,11 +50,13 @@ class Guard:
         say(f"guard {os.getpid()}")
         self.engine = self._start()
         say(f"engine {self.engine}")
+        from serve.cleanup import Belongings  # not before: the engine would wait for it
+
         while 0 not in select.select([0, wake], [], [])[0]:
             if signal.SIGTERM in os.read(wake, 512):
                 break
             self._reap()
-        self._end(wake)
+        self._end(wake, Belongings(mark="", engine=(self.engine, 0)))
 
     def _start(self) -> int:
         me = os.getpid()
@@ -89,8 +96,9 @@ class Guard:
                     self.exited = True
                     say(f"exit {os.waitstatus_to_exitcode(status)}")
 
-    def _end(self, wake: int) -> None:
+    def _end(self, wake: int, belongings: Belongings) -> None:
         deadline = time.monotonic() + self.grace_s
+        belongings.look(os.getpid())
         self._reap()
         if not self.exited:
             # Only the engine: it drains and ends its own children, which a TERM of theirs would look like a crash.
@@ -101,6 +109,8 @@ class Guard:
                 os.read(wake, 512)
             self._reap()
         self._sweep()
+        if not say(f"engine {self.engine}"):  # an owner that lives removes it, and proves so
+            belongings.remove_shared_memory()
 
     def _sweep(self) -> None:
         """KILL every descendant until there is none."""
@@ -112,10 +122,12 @@ class Guard:
         self._reap()
 
 
-def say(line: str) -> None:
-    """Tell the owner; it may be dead."""
+def say(line: str) -> bool:
+    """Tell the owner; False when it is dead."""
     with contextlib.suppress(OSError):
         os.write(1, f"{line}\n".encode())
+        return True
+    return False
 
 
 def main() -> None:

@@ -322,9 +322,10 @@ def test_an_idle_but_able_engine_passes_the_watch(tmp_path: Path) -> None:
 def test_stubborn_escaped_children_and_shared_memory_are_removed(tmp_path: Path) -> None:
     knobs = {"stubborn": True, "stubborn_children": True, "escaped_children": True, "shm_segments": 2}
     limits = LIMITS.model_copy(update={"stop_s": 0.5})
+    others = set(Path("/dev/shm").glob("sglang_fake_*"))
     with engine_of(knobs, tmp_path, limits) as engine:
         engine.wait_ready()
-        segments = list(Path("/dev/shm").glob("sglang_fake_*"))
+        segments = set(Path("/dev/shm").glob("sglang_fake_*")) - others
         assert len(segments) == 2
     assert_gone(engine)
     assert engine.proof is not None and "removed from /dev/shm" in engine.proof.notes[0]
@@ -374,18 +375,22 @@ DRIVER = """
 
 
 def test_kill_9_of_the_owner_leaves_nothing(tmp_path: Path) -> None:
-    knobs = {"stubborn_children": True, "escaped_children": True}
+    knobs = {"stubborn_children": True, "escaped_children": True, "shm_segments": 2}
     script = textwrap.dedent(DRIVER).replace("{knobs}", str(knobs)).replace("{folder!r}", repr(str(tmp_path)))
+    others = set(Path("/dev/shm").glob("sglang_fake_*"))
     driver = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     launch = Launch.model_validate_json(driver.stdout.readline())
     assert len(alive_with_port(launch)) >= 4
+    mine = set(Path("/dev/shm").glob("sglang_fake_*")) - others
+    assert len(mine) == 2
     driver.kill()
     driver.wait(10)
     driver.stdout.close()
     assert until(lambda: not alive_with_port(launch)), alive_with_port(launch)
     assert reap(tmp_path, limit_s=10) == []
     assert not list(tmp_path.glob("*.lease.json"))
+    assert not any(segment.exists() for segment in mine), "nobody else would know whose they were"
 
 
 def test_kill_9_of_the_guard_ends_the_server_and_the_proof_finds_the_rest(tmp_path: Path) -> None:
