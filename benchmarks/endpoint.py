@@ -1,19 +1,32 @@
-"""The endpoint against the engine itself: throughput, time to first token, and what the client spends.
+"""The endpoint against the engine itself: throughput, time to first token, and whose CPU it costs.
 
-    python benchmarks/endpoint.py --streams 1 --streams 16 --out benchmarks/results/endpoint.json
+    python benchmarks/endpoint.py --out benchmarks/results/endpoint.json      # 5 minutes on 2 quiet cores
 
-The champion's replica runs the fake engine, paced at 10 ms a token and flat out. Both ways are measured
-in turns on the same engine process, with the project's own load generator, and compared within rounds.
+The champion's replica runs the fake engine, from 10 ms a token to flat out. All ways to it are measured in
+turns on the same engine process, with the project's own load generator, and compared within rounds:
+
+    engine    straight to the engine
+    endpoint  as served: HAProxy (or what `--front` names), the replica, the engine
+    replica   Ray's direct ingress: the replica's own port, nothing in front
+    eager     the endpoint, but its replica interrupts whoever runs at every chunk (the usual scheduling)
+
+On few cores client, engine and endpoint compete. So each way reports CPU µs a token by process and the share
+of the machine that was idle: none idle means that the cores ran out, not that a hop is slow.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,36 +41,63 @@ from pipeline.load import Sending, run_level  # noqa: E402
 from pipeline.metrics import Window  # noqa: E402
 from pipeline.spec import Limits  # noqa: E402
 from pipeline.workload import PlannedRequest  # noqa: E402
+from serve import procfs  # noqa: E402
 
 app = typer.Typer(add_completion=False)
-PACES_MS = {"paced": 10.0, "flat out": 0.0}
 FAKE = f"{sys.executable} {ROOT / 'tests' / 'fakes' / 'sglang_server.py'}"
+LONGEST_ANSWER = 4000  # tokens; the fake's context holds twice as many
+FLAT_OUT_TOK_PER_S = 32_000  # about what the fake gives on two cores: only sizes the windows
+# What stands in front of the replica, as Ray's variables, and the paces that it is worth measuring at.
+FRONTS: dict[str, dict[str, str]] = {
+    "haproxy": {},
+    "serve": {},
+    "serve over gRPC": {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"},
+}
+PACES_MS = {"haproxy": (10.0, 1.0, 0.2, 0.0), "serve": (10.0, 0.0), "serve over gRPC": (10.0, 0.0)}
+NOT_MEASURED = {
+    "gRPC to the client": "Serve's gRPC ingress takes protobuf services (`grpc_servicer_functions`); OpenAI's API is "
+    "JSON and server-sent events over HTTP/1.1, and none of its clients speaks gRPC.",
+}
 
 
 @app.command()
 def main(
+    front: Annotated[list[str], typer.Option(help=f"One of: {', '.join(FRONTS)}.")] = list(FRONTS),  # noqa: B006
     streams: Annotated[list[int], typer.Option(help="Concurrent streams; may be repeated.")] = [1, 16],  # noqa: B006
-    rounds: Annotated[int, typer.Option(min=1, help="Paired rounds.")] = 5,
-    tokens: Annotated[int, typer.Option(help="Tokens an answer, paced; ten times as many flat out.")] = 100,
-    requests: Annotated[int, typer.Option(help="Requests a stream and window.")] = 4,
-    haproxy: Annotated[bool, typer.Option(help="HAProxy in front, as served; or Serve's own proxy.")] = True,
+    rounds: Annotated[int, typer.Option(min=1, help="Paired rounds.")] = 4,
+    seconds: Annotated[float, typer.Option(help="About how long a window is.")] = 1.0,
     port: Annotated[int, typer.Option(help="The endpoint's port.")] = 18000,
     out: Annotated[Path | None, typer.Option(help="Where the JSON goes as well.")] = None,
 ) -> None:
-    """Measure endpoint ÷ engine at each number of streams."""
-    from serve.__main__ import environment
-
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "FASTVERIFY_SGLANG_COMMAND": FAKE}
-    environment(port, haproxy=haproxy)
-    rows = _measure(port, streams, rounds, tokens, requests)
-    result = {"benchmark": "endpoint", "haproxy": haproxy, "cpus": os.cpu_count(), "rows": rows}
-    text = json.dumps(result, indent=2)
+    """Measure every way to the engine, at each pace and number of streams."""
+    began, rows = time.monotonic(), []
+    for name in front:
+        # Ray reads its variables once a process.
+        rows += _measure(name, port, streams, rounds, seconds) if len(front) == 1 else _apart(name)
+    versions = {"cpus": os.cpu_count(), "load_average": os.getloadavg()[0], "seconds": time.monotonic() - began}
+    text = json.dumps({"benchmark": "endpoint", **versions, "rows": rows, "not_measured": NOT_MEASURED}, indent=2)
     typer.echo(text)
     if out is not None:
         out.write_text(text + "\n")
 
 
-def _measure(port: int, streams: list[int], rounds: int, tokens: int, requests: int) -> list[dict[str, Any]]:
+def _apart(front: str) -> list[dict[str, Any]]:
+    """The rows of one front, measured by a process of its own with the same options."""
+    given = [word for word in sys.argv[1:] if word != front and word != "--front"]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        command = [sys.executable, __file__, *given, "--front", front, "--out", str(out)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
+        rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+    return rows
+
+
+def _measure(front: str, port: int, streams: list[int], rounds: int, seconds: float) -> list[dict[str, Any]]:
+    from serve.__main__ import environment
+
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "FASTVERIFY_SGLANG_COMMAND": FAKE}
+    environment(port, haproxy=front == "haproxy")
+    os.environ |= FRONTS[front]
     import ray
     from ray import serve
     from ray.serve.config import HTTPOptions
@@ -66,9 +106,9 @@ def _measure(port: int, streams: list[int], rounds: int, tokens: int, requests: 
     rows = []
     try:
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
-        for pace, step_ms in PACES_MS.items():
-            ways = {"engine": _champion(step_ms), "endpoint": f"http://127.0.0.1:{port}"}
-            rows += [_row(pace, n, ways, rounds, tokens if step_ms else 10 * tokens, requests) for n in streams]
+        for step_ms in PACES_MS[front]:
+            bench = Bench(_champion(step_ms), port)
+            rows += [{"front": front, **bench.row(step_ms, n, rounds, seconds)} for n in streams]
     finally:
         serve.shutdown()
         ray.shutdown()
@@ -96,44 +136,97 @@ def _champion(step_ms: float) -> str:
     return str(status["launch"].base_url)
 
 
-def _row(pace: str, streams: int, ways: dict[str, str], rounds: int, tokens: int, requests: int) -> dict[str, Any]:
-    seen: dict[str, list[Window]] = {name: [] for name in ways}
-    for number in range(rounds):
-        for name in sorted(ways, reverse=bool(number % 2)):
-            seen[name].append(_window(ways[name], streams, tokens, requests))
-    pairs = zip(seen["engine"], seen["endpoint"], strict=True)
-    ratios = [_tok_per_s(after) / _tok_per_s(before) for before, after in pairs]
-    figures = {name: _figures(windows) for name, windows in seen.items()}
-    return {
-        "pace": pace,
-        "streams": streams,
-        "tok_per_s_ratio": statistics.median(ratios),
-        "ratios": ratios,
-        "p50_ttft_added_ms": figures["endpoint"]["p50_ttft_ms"] - figures["engine"]["p50_ttft_ms"],
-        **figures,
-    }
+class Bench:
+    """The ways to one engine, and the processes on them."""
+
+    def __init__(self, engine_url: str, port: int) -> None:
+        everything, mine = procfs.table(), procfs.descendants(os.getpid())
+        self.replica = next(p.pid for p in mine if procfs.cmdline(p.pid).startswith("ray::ServeReplica"))
+        self.pids = {
+            "engine": procfs.listeners(int(engine_url.rpartition(":")[2]), everything),
+            "replica": {self.replica},
+            "front": procfs.listeners(port, everything),
+        }
+        self.ways = {"engine": engine_url, "endpoint": f"http://127.0.0.1:{port}"}
+        own = [p for p in procfs.listening_ports([self.replica]) if 30_000 <= p <= 31_000]
+        if own:  # only HAProxy's mode gives a replica a port
+            self.ways |= {"replica": f"http://127.0.0.1:{own[0]}", "eager": self.ways["endpoint"]}
+
+    def row(self, step_ms: float, streams: int, rounds: int, seconds: float) -> dict[str, Any]:
+        """All ways at one pace and number of streams, order turned every round."""
+        seen: dict[str, list[dict[str, float]]] = {name: [] for name in self.ways}
+        for number in range(rounds):
+            for name in sorted(self.ways, reverse=bool(number % 2)):
+                with self._eager() if name == "eager" else contextlib.nullcontext():
+                    seen[name].append(self._window(self.ways[name], _plan(step_ms, streams, seconds), streams))
+        ways = {name: _medians(windows) for name, windows in seen.items()}
+        for name, windows in seen.items():
+            pairs = zip(windows, seen["engine"], strict=True)
+            ways[name]["ratios"] = [after["tok_per_s"] / before["tok_per_s"] for after, before in pairs]
+            ways[name]["ratio"] = statistics.median(ways[name]["ratios"])
+            ways[name]["ttft_added_ms"] = ways[name]["p50_ttft_ms"] - ways["engine"]["p50_ttft_ms"]
+        return {"ms_a_token": step_ms, "streams": streams, "tok_per_s_ratio": ways["endpoint"]["ratio"], **ways}
+
+    @contextlib.contextmanager
+    def _eager(self) -> Iterator[None]:
+        """The replica's threads under the usual scheduling; see `serve.champion._take_turns`."""
+        threads = [int(entry.name) for entry in (procfs.PROC / str(self.replica) / "task").iterdir()]
+        patient = [thread for thread in threads if os.sched_getscheduler(thread) == os.SCHED_BATCH]
+        try:
+            for thread in patient:
+                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+            yield
+        finally:
+            for thread in patient:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+    def _window(self, url: str, planned: list[PlannedRequest], streams: int) -> dict[str, float]:
+        cpu, machine = self._cpu_s(), _machine_s()
+        window = asyncio.run(run_level(Sending(base_url=url, model="fake"), planned, concurrency=streams))
+        busy, whole = (after - before for after, before in zip(_machine_s(), machine, strict=True))
+        tokens = sum(trace.output_tokens or 0 for trace in window.ok)
+        used = {name: after - cpu[name] for name, after in self._cpu_s().items()}
+        used["client"] = (window.client_cpu or 0.0) * window.seconds
+        return {
+            "tok_per_s": tokens / window.seconds,
+            "p50_ttft_ms": statistics.median(1e3 * (t.chunk_times[0] - t.started) for t in window.ok),
+            "tokens_a_read": tokens / sum(len(set(t.chunk_times)) for t in window.ok),
+            **{f"{name}_us_a_token": 1e6 * seconds / tokens for name, seconds in used.items()},
+            "idle_share": 1 - busy / whole,
+            "strangers_share": max(0.0, busy - sum(used.values())) / whole,
+            "failed": _failed(window),
+        }
+
+    def _cpu_s(self) -> dict[str, float]:
+        def spent(pids: set[int]) -> float:
+            return sum(process.cpu_s for process in map(procfs.read, pids) if process)
+
+        return {name: spent(pids) for name, pids in self.pids.items()}
 
 
-def _figures(windows: list[Window]) -> dict[str, float]:
-    ttft = [1e3 * (t.chunk_times[0] - t.started) for window in windows for t in window.ok]
-    return {
-        "output_tok_per_s": statistics.median(map(_tok_per_s, windows)),
-        "p50_ttft_ms": statistics.median(ttft),
-        "client_cpu": statistics.median(w.client_cpu for w in windows if w.client_cpu is not None),
-        "failed": sum(len(w.traces) - len(w.ok) for w in windows),
-    }
-
-
-def _tok_per_s(window: Window) -> float:
-    return sum(trace.output_tokens or 0 for trace in window.ok) / window.seconds
-
-
-def _window(url: str, streams: int, tokens: int, requests: int) -> Window:
-    planned = [
-        PlannedRequest(n, str(n), "open", ({"role": "user", "content": f"count {n}"},), tokens)
+def _plan(step_ms: float, streams: int, seconds: float) -> list[PlannedRequest]:
+    """Closed-loop requests for a window of about so many seconds."""
+    tokens = seconds * (1e3 / step_ms if step_ms else FLAT_OUT_TOK_PER_S / streams)
+    requests = math.ceil(tokens / LONGEST_ANSWER)
+    return [
+        PlannedRequest(n, str(n), "open", ({"role": "user", "content": f"count {n}"},), math.ceil(tokens / requests))
         for n in range(streams * requests)
     ]
-    return asyncio.run(run_level(Sending(base_url=url, model="fake"), planned, concurrency=streams))
+
+
+def _medians(windows: list[dict[str, float]]) -> dict[str, Any]:
+    return {name: statistics.median(window[name] for window in windows) for name in windows[0]}
+
+
+def _failed(window: Window) -> int:
+    return len(window.traces) - len(window.ok)
+
+
+def _machine_s() -> tuple[float, float]:
+    """CPU seconds since boot of all processes together: busy, and busy or idle."""
+    ticks = [int(word) for word in (procfs.PROC / "stat").read_text().splitlines()[0].split()[1:9]]
+    whole = sum(ticks) / os.sysconf("SC_CLK_TCK")
+    return whole - (ticks[3] + ticks[4]) / os.sysconf("SC_CLK_TCK"), whole
 
 
 if __name__ == "__main__":

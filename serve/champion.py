@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -63,6 +64,7 @@ class Champion:
         self._proxy.configure(wanted.proxy)
         if self._spec is None:
             await self._start(wanted)
+            _take_turns()  # after the start: the engines' thread lives, and it and they keep the usual policy
         elif wanted.config != self._spec.config:
             # Serve takes a replica out of the rotation until this returns. With others there, that is
             # wanted; alone, its callers would hang, where they should hear for how long.
@@ -182,3 +184,14 @@ def _replicas() -> int:
     here = serve.get_replica_context()
     states = serve.status().applications[here.app_name].deployments[here.deployment].replica_states
     return sum(count for state, count in states.items() if state in ("RUNNING", "UPDATING"))
+
+
+def _take_turns() -> None:
+    """Let the event loop wait for a core instead of interrupting the engine or the client at every chunk.
+
+    Where cores are free nothing changes. Where all are busy, waking up for every chunk costs four switches of
+    process a token; waiting until another's turn ends (a few ms) lets chunks pile up in the socket, to be
+    taken at once. On two cores that halves the CPU time a token, flat out.
+    """
+    with suppress(OSError):  # a sandbox may forbid it: only speed is lost
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

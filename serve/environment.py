@@ -32,6 +32,7 @@ def serve_environment(port: int, *, haproxy: bool = True) -> dict[str, str]:
     shape = {
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve.middleware.middlewares",
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_worker_niceness": "0",  # Ray's 15 would have engine, replica and HAProxy give way to everything else
     }
     if not haproxy:
         return {**shape, "RAY_SERVE_ENABLE_HA_PROXY": "0"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import time
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import EngineConfig
 from pipeline.spec import Limits
+from serve import procfs
 from serve.service import ChampionSpec, ProxySettings, Service, Switch
 from tests.fakes.steady_load import Load
 
@@ -151,6 +153,22 @@ def running_requests(endpoint: str) -> float:
         found = re.search(r"^sglang:num_running_reqs\{?.*? ([\d.]+)$", page.read().decode(), re.MULTILINE)
     assert found is not None
     return float(found[1])
+
+
+def test_the_replica_waits_its_turn_for_a_core_and_its_engine_does_not(endpoint: str) -> None:
+    """The engine is forked by the replica: were it to inherit the policy, it would be slow to serve everyone."""
+    from ray import serve
+
+    from serve.service import APP_NAME
+
+    launch = serve.get_app_handle(APP_NAME).status.remote().result(timeout_s=60)["launch"]
+    (engine,) = procfs.listeners(int(launch.base_url.rpartition(":")[2]), procfs.table())
+    mine = procfs.descendants(os.getpid())
+    replica = next(p.pid for p in mine if procfs.cmdline(p.pid).startswith("ray::ServeReplica"))
+    threads = [int(entry.name) for entry in Path(f"/proc/{replica}/task").iterdir()]
+    assert os.SCHED_BATCH in {os.sched_getscheduler(thread) for thread in threads}
+    assert os.sched_getscheduler(engine) == os.SCHED_OTHER
+    assert os.getpriority(os.PRIO_PROCESS, engine) == os.getpriority(os.PRIO_PROCESS, os.getpid())
 
 
 JSON = st.recursive(
