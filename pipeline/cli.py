@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from typing import Any, NoReturn
@@ -10,6 +11,12 @@ from typing import Any, NoReturn
 import typer
 
 from pipeline.errors import FastverifyError, InputError, nearest
+
+# The disk is full, a place cannot be written: the machine's state and no fault of the program.
+_MACHINES = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
+    *(errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE),
+)
 
 
 def run_command(app: typer.Typer) -> NoReturn:
@@ -31,10 +38,10 @@ def run_command(app: typer.Typer) -> NoReturn:
     except BrokenPipeError:  # the reader has gone, as `head` does; Python would complain of it at its exit
         discard_stdout()
         sys.exit(1)
-    except OSError as error:  # a place on disk that cannot be used is no fault of the program
-        if error.filename is None:
+    except OSError as error:
+        if error.errno not in _MACHINES:
             raise
-        _fail(f"{error.filename}: {error.strerror}", 2 if error.errno == errno.ENAMETOOLONG else 1)
+        _fail(str(error), 2 if error.errno == errno.ENAMETOOLONG else 1)
     sys.exit(code)
 
 
@@ -52,6 +59,9 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - for the program's life
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that knows only ASCII gets ? for ±
+            stream.reconfigure(errors="replace")
 
 
 def _fail(said: str, code: int) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -33,6 +34,8 @@ def serve(
     if place in ends:
         raise ends[place]
     Path(place).is_file()
+    if place == "full":
+        raise OSError(errno.ENOSPC, "No space left on device")
     print(f"{place} {trials} {json_}")
 
 
@@ -53,7 +56,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int | str | None:
         (("a", "--json=5"), "Option '--json' does not take a value"),
         (("a", "b"), "Got unexpected extra argument(s) (b)"),
         (("user",), "theirs"),
-        (("x" * 300,), f"{'x' * 300}: File name too long"),
+        (("x" * 300,), f"[Errno 36] File name too long: {'x' * 300!r}"),
     ],
 )
 def test_what_the_caller_did_wrong_is_one_line_and_exit_code_2(
@@ -63,7 +66,7 @@ def test_what_the_caller_did_wrong_is_one_line_and_exit_code_2(
     assert capsys.readouterr() == ("", f"error: {said}\n")
 
 
-@pytest.mark.parametrize(("place", "code"), [("fine", None), ("own", 1), ("exit", 7), ("^C", 130)])
+@pytest.mark.parametrize(("place", "code"), [("fine", None), ("own", 1), ("full", 1), ("exit", 7), ("^C", 130)])
 def test_the_exit_code_says_how_it_ended(monkeypatch: pytest.MonkeyPatch, place: str, code: int | None) -> None:
     assert _run(monkeypatch, place) == code
 
@@ -85,6 +88,13 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     with os.fdopen(write, "w") as closed:
         done = subprocess.run(words, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_what_the_terminal_cannot_show_is_replaced() -> None:
+    words = [sys.executable, "-m", "tests.unit.test_cli", "5±1"]
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=env, check=False)
+    assert (done.returncode, done.stdout) == (0, "5?1 3 False\n")
 
 
 def test_a_program_without_standard_streams_works_all_the_same(tmp_path: Path) -> None:
