@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from pipeline.engine_space import Space
     from pipeline.records import TrialRecord
     from pipeline.registry import Registry
+
+
+RUN_ID = "[0-9a-f]{32}"  # MLflow's
 
 
 @dataclass(frozen=True)
@@ -57,16 +61,15 @@ def find_candidate(name: str, runs: Path, uri: str) -> Candidate:
 def _find(name: str, runs: Path, uri: str) -> tuple[Study, int | None]:
     from pipeline.tracking import STUDY_TAG, TRIAL_TAG
 
-    try:
+    if not re.fullmatch(RUN_ID, name):
         return Study.open(name, runs), None
-    except InputError:
-        from pipeline.registry import run_tags
+    from pipeline.registry import run_tags
 
-        tags = run_tags(uri, name)
-        if STUDY_TAG not in tags:
-            raise InputError(f"the MLflow run {name} belongs to no study") from None
-        trial = tags.get(TRIAL_TAG, "")
-        return Study.open(tags[STUDY_TAG], runs), int(trial) if trial.isdigit() else None
+    tags = run_tags(uri, name)
+    if STUDY_TAG not in tags:
+        raise InputError(f"the MLflow run {name} belongs to no study")
+    trial = tags.get(TRIAL_TAG, "")
+    return Study.open(tags[STUDY_TAG], runs), int(trial) if trial.isdigit() else None
 
 
 def _one(records: list[TrialRecord], number: int) -> TrialRecord:

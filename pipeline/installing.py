@@ -117,20 +117,26 @@ def previous_service(registry: Registry, file: Path) -> tuple[Service, Version]:
         PromotionError: there is none.
     """
     from pipeline.registry import PREVIOUS
-    from serve.portable import localized
-    from serve.service import Service
 
     version = registry.by_alias(PREVIOUS)
     if version is None:
         raise PromotionError(f"{registry.name} has no previous champion to go back to")
+    return registered_service(registry, version, file), version
+
+
+def registered_service(registry: Registry, version: Version, file: Path) -> Service:
+    """A registered champion, to be launched on this machine."""
+    from serve.portable import localized
+    from serve.service import Service
+
     kept = file.with_name(f"champion-{version.version}.json")  # with this machine's own paths
     if kept.is_file():
-        return Service.read(kept), version
+        return Service.read(kept)
     service = Service.parse(registry.service(version), f"models:/{version.name}/{version.version}")
     spec = service.spec.model_copy(
         update={"config": localized(service.spec.config), "folder": str((file.parent / "champion").resolve())}
     )
-    return service.model_copy(update={"spec": spec}), version
+    return service.model_copy(update={"spec": spec})
 
 
 def go_back(registry: Registry, service: Service, version: Version, file: Path, *, live: bool, say: Say) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,13 +43,16 @@ def promote(
 ) -> None:
     """Promote a study's winner to champion, if it may become one."""
     from pipeline.errors import InputError
-    from pipeline.tracking import default_uri
+    from pipeline.tracking import check_uri, default_uri
 
     if (what is None) != rollback:
         raise InputError("either STUDY or --rollback", expected="one of them")
     if address is not None:
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # what `python -m serve` starts with
     uri = tracking_uri or default_uri(runs)
+    check_uri(uri)
+    if uri == "none":
+        raise InputError("a champion needs a registry", key="--tracking-uri", expected="an MLflow store")
     say: Say = (lambda _: None) if json_ else typer.echo
     if what is None:
         roll_back(open_registry(uri, model, runs), runs / "champion.json", address, say)
@@ -57,7 +61,7 @@ def promote(
     decision = _promote(job, say)
     if json_:
         typer.echo(json.dumps(decision.model_dump(mode="json"), indent=2))
-    if decision.promote is None:
+    if decision.promote is None and not decision.stands:
         raise typer.Exit(1)
 
 
@@ -84,14 +88,20 @@ def _promote(job: Job, say: Say) -> Decision:
     from pipeline.candidate import find_candidate, find_incumbent
     from pipeline.cluster import cluster
     from pipeline.facts import git_commit, versions
-    from pipeline.registry import Registry, registered_name
+    from pipeline.registry import Registry, answering, registered_name
     from pipeline.topology import probe
 
     candidate = find_candidate(job.what, job.runs, job.uri)
-    registry = Registry(job.uri, registered_name(candidate.config.model))
-    incumbent = find_incumbent(registry, job.file)
+    with answering(job.uri):
+        registry = Registry(job.uri, registered_name(candidate.config.model))
+        incumbent = find_incumbent(registry, job.file)
     say(f"candidate: {candidate.config.words()} ({candidate.why})")
-    say(f"incumbent: {incumbent.config.words() if incumbent.config else 'the baseline; there is no champion yet'}")
+    if incumbent.config is None:
+        say("incumbent: the baseline; there is no champion yet")
+    else:
+        say(f"incumbent: champion {incumbent.version}: {incumbent.config.words()}")
+    if candidate.config == incumbent.config:
+        return _stands(job, registry, say)
     here = probe()
     soak = job.soak_minutes if job.soak_minutes is not None else (10.0 if here.gpu_count else 0.0)
     facts = {"versions": versions(), "git_commit": git_commit()}
@@ -107,6 +117,19 @@ def _promote(job: Job, say: Say) -> Decision:
     return decision
 
 
+def _stands(job: Job, registry: Registry, say: Say) -> Decision:
+    """The candidate is the champion already: nothing is launched, and a lost champion file comes back."""
+    from pipeline.installing import install, registered_service
+    from pipeline.promotion import STANDS, Decision
+    from pipeline.registry import CHAMPION
+
+    version = registry.by_alias(CHAMPION)
+    if version is not None and not job.file.is_file():
+        install(registered_service(registry, version, job.file), job.file, live=False, say=say)
+    say(STANDS)
+    return Decision(promote=None, reason=STANDS, stands=True)
+
+
 def _check_room(config: EngineConfig) -> None:
     from pipeline.errors import PreflightError
     from serve.switching import gpus_free, running
@@ -120,13 +143,15 @@ def _check_room(config: EngineConfig) -> None:
 
 def _install(job: Job, bench: Bench, evidence: Evidence, decision: Decision, registry: Registry) -> None:
     from pipeline.installing import install, register, service_of
+    from pipeline.registry import answering
     from serve.switching import running
 
     candidate = bench.candidate
     config = next(c for c in (candidate.config, candidate.baseline) if c.config_id == decision.promote)
     service = service_of(config, candidate, evidence.launches, job.file)
     install(service, job.file, live=job.address is not None and running(), say=bench.say)
-    version = register(registry, service, candidate, evidence, decision, job.file)
+    with answering(job.uri, f"{job.file} is written, but not registered: "):
+        version = register(registry, service, candidate, evidence, decision, job.file)
     bench.say(f"registered: models:/{version.name}/{version.version}, alias champion")
 
 
@@ -134,22 +159,27 @@ def roll_back(registry: Registry, file: Path, address: str | None, say: Say) -> 
     """Make the previous champion the champion; in service too, where one serves."""
     from pipeline.cluster import cluster
     from pipeline.installing import go_back, previous_service
+    from pipeline.registry import answering
 
-    service, version = previous_service(registry, file)
-    if address is None:
-        go_back(registry, service, version, file, live=False, say=say)
-        return
-    with cluster(address, 0):
-        go_back(registry, service, version, file, live=True, say=say)
+    with answering(registry.uri):
+        service, version = previous_service(registry, file)
+        with cluster(address, 0) if address is not None else nullcontext():
+            go_back(registry, service, version, file, live=address is not None, say=say)
 
 
 def open_registry(uri: str, model: str | None, runs: Path) -> Registry:
     """The registry of the model that these runs serve, or of `model`."""
-    from pipeline.registry import Registry, registered_name
+    from pipeline.errors import InputError
+    from pipeline.registry import Registry, answering, registered_name
     from serve.service import Service
 
-    name = model or Service.read(runs / "champion.json").spec.config.model
-    return Registry(uri, registered_name(name))
+    file = runs / "champion.json"
+    if model is None and not file.is_file():
+        expected = "a file written by `python -m pipeline.promote`, or --model with a model of the registry"
+        raise InputError("there is no champion yet", source=str(file), expected=expected)
+    name = model or Service.read(file).spec.config.model
+    with answering(uri):
+        return Registry(uri, registered_name(name))
 
 
 if __name__ == "__main__":

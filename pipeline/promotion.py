@@ -16,6 +16,7 @@ from pipeline.selection import Claim, make_claims, measure_noise
 from pipeline.spec import Constraints, ObjectiveSpec
 
 FASTER, LIMITS, LOSSLESS, API, SOAK = "faster than the incumbent", "limits", "lossless", "API matrix", "soak"
+STANDS = "this configuration is the champion already"
 
 
 class Gate(Frozen):
@@ -46,13 +47,18 @@ class Evidence(Frozen):
 
 
 class Decision(Frozen):
-    """The outcome. `promote` is the config_id to promote, None to leave everything as it is."""
+    """The outcome.
+
+    `promote` is the config_id to promote, None to leave everything as it is: because a gate refused, or because
+    the configuration is the champion already (`stands`).
+    """
 
     promote: str | None
     reason: str
     gates: tuple[Gate, ...] = ()
     claim: Claim | None = None
     forced: bool = False
+    stands: bool = False
 
     def lines(self) -> list[str]:
         """The gates, then the outcome, a line each."""
@@ -85,7 +91,7 @@ def _baseline(
 ) -> Decision:
     """There is no champion: the baseline is promoted, if nothing speaks against it either."""
     if evidence.has_champion:
-        return Decision(promote=None, reason="this configuration is the champion already", gates=gates, claim=claim)
+        return Decision(promote=None, reason=STANDS, gates=gates, claim=claim, stands=True)
     own = own_gates(evidence, evidence.incumbent, spec)
     failed = [gate.name for gate in own if not gate.passed]
     if failed:

@@ -12,16 +12,13 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
 from pipeline.config import Frozen
-from pipeline.errors import InputError
-from pipeline.tracking import EXPERIMENT, MAX_PARAM, _experiment, key
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
+from pipeline.errors import InputError, PromotionError
+from pipeline.tracking import EXPERIMENT, MAX_PARAM, _experiment, key, quiet_client
 
 CHAMPION, PREVIOUS = "champion", "previous"
 MODEL_TYPE = "serving-config"
@@ -45,12 +42,8 @@ class Registry:
     """
 
     def __init__(self, uri: str, name: str) -> None:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
-        from mlflow import MlflowClient
-
         self.uri, self.name = uri, name
-        self._client: MlflowClient = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        self._client = quiet_client(uri)
 
     def by_alias(self, alias: str) -> Version | None:
         """The version that an alias points to, None when there is none."""
@@ -139,6 +132,21 @@ class Registry:
 
 
 @contextmanager
+def answering(uri: str, so_far: str = "") -> Iterator[None]:
+    """What MLflow refuses, or that it does not answer, is one line.
+
+    Raises:
+        PromotionError: says `so_far`, and MLflow's reason.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        raise PromotionError(f"{so_far}the registry at {uri} does not answer: {error}") from error
+
+
+@contextmanager
 def _process_uri(uri: str) -> Iterator[None]:
     """MLflow looks a version's source up through the process's own setting, whatever the client was given."""
     import mlflow
@@ -167,14 +175,10 @@ def run_tags(uri: str, run_id: str) -> dict[str, str]:
     """
     from mlflow.exceptions import MlflowException
 
-    from mlflow import MlflowClient
-
     try:
-        return dict(MlflowClient(tracking_uri=uri).get_run(run_id).data.tags)
+        return dict(quiet_client(uri).get_run(run_id).data.tags)
     except MlflowException as error:
-        raise InputError(
-            f"no study and no MLflow run {run_id}", expected="a study's folder or name, or a run id"
-        ) from error
+        raise InputError(f"{uri} has no run {run_id}", expected="a study's folder or name, or a run's id") from error
 
 
 def registered_name(model: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from pydantic import ValidationError
 
-from pipeline.errors import InputError
+from pipeline.errors import InputError, nearest
 from pipeline.records import TrialRecord
 
 RUNS = Path("runs")
@@ -55,7 +55,9 @@ class Study:
             named = found[-1].parent if found else named
         folder = next((p for p in (Path(path), named) if (p / "study.json").is_file()), None)
         if folder is None:
-            raise InputError(f"no study at {path}", expected=f"a folder with study.json, or a name under {root}/")
+            names = [file.parent.name for file in root.glob("*/study.json")]
+            expected = f"a folder with study.json, or a name under {root}/"
+            raise InputError(f"no study at {path}", expected=expected, nearest=nearest(str(path), names))
         return cls(folder)
 
     @property

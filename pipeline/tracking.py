@@ -157,14 +157,7 @@ class MlflowTracker:
             log.warning("MLflow did not take %s (%s); %s", what, first, self.later())
 
     def _open(self) -> None:
-        # MLflow's own defaults retry for an hour while GPUs idle.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
-        from mlflow import MlflowClient
-
-        logging.getLogger("mlflow").setLevel(logging.WARNING)
-        logging.getLogger("alembic").setLevel(logging.WARNING)
-        self._client = client = MlflowClient(tracking_uri=self.uri)
+        self._client = client = quiet_client(self.uri)
         experiment = _experiment(client, self.uri)
         found = _search(
             client, experiment, f"tags.`{STUDY_TAG}` = '{self._study.name}' and tags.`{TRIAL_TAG}` = 'study'"
@@ -235,6 +228,18 @@ class MlflowTracker:
         for record in missing:
             self._log_trial(record)
         return len(missing)
+
+
+def quiet_client(uri: str) -> MlflowClient:
+    """A client that gives up soon and prints nothing: MLflow's own retry for an hour, while GPUs idle."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    from mlflow import MlflowClient
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
 def _experiment(client: MlflowClient, uri: str) -> str:

@@ -103,7 +103,7 @@ class Service(Frozen):
             first = error.errors()[0]
             raise InputError(
                 f"not a champion: {first['msg']}", source=source, key=".".join(map(str, first["loc"])) or None,
-                expected="what `python -m pipeline.promote` wrote; promote again, or go back with --rollback",
+                expected="what `python -m pipeline.promote` writes; move this away and promote again",
             ) from error  # fmt: skip
 
     def write(self, path: Path) -> None:

@@ -120,6 +120,14 @@ def test_a_corrupt_winner_leaves_the_baseline_then_a_true_one_replaces_it_and_ro
     assert [v and v.tags["config_id"] for v in swapped] == [BASELINE.config_id, FAST.config_id]
 
 
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_engine_that_dies_in_the_soak_is_refused_with_its_cause(tmp_path: Path) -> None:
+    dying = config(step_ms=4, die_after_s=6)
+    gate = bench_for(study(tmp_path / "runs", dying), 2).soak(dying, 5)
+    assert not gate.passed
+    assert "crash" in gate.seen or "killed" in gate.seen
+
+
 def check_deployable(text: str) -> None:
     from ray.serve.schema import ServeDeploySchema
 

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import InputError
-from pipeline.registry import CHAMPION, PREVIOUS, Registry, Version, registered_name, run_tags
+from pipeline.config import EngineConfig
+from pipeline.errors import InputError, PromotionError
+from pipeline.promote import Job, _stands
+from pipeline.registry import CHAMPION, PREVIOUS, Registry, Version, answering, registered_name, run_tags
 from pipeline.tracking import default_uri
+from serve.service import ChampionSpec, Service
 
 
 @pytest.fixture
@@ -45,5 +48,25 @@ def test_a_version_returns_its_files_and_aliases_follow_promotions(registry: Reg
 
 
 def test_an_unknown_run_is_an_input_error(registry: Registry) -> None:
-    with pytest.raises(InputError, match="no study and no MLflow run"):
+    with pytest.raises(InputError, match="has no run nothing"):
         run_tags(registry.uri, "nothing")
+
+
+def test_what_is_champion_already_stays_and_a_lost_file_comes_back(registry: Registry, tmp_path: Path) -> None:
+    service = Service(spec=ChampionSpec(config=EngineConfig(engine="sglang", model="org/model")))
+    registry.promote(registered(registry, service.model_dump_json()))
+    job = Job("s", tmp_path, registry.uri, None, force=False, rounds=2, soak_minutes=None)
+    said: list[str] = []
+    decision = _stands(job, registry, said.append)
+    assert (decision.promote, decision.stands) == (None, True)
+    assert Service.read(job.file).spec.config == service.spec.config
+    job.file.write_text("mine")
+    _stands(job, registry, said.append)
+    assert job.file.read_text() == "mine"
+
+
+def test_a_registry_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    nobody = "http://127.0.0.1:9"
+    with pytest.raises(PromotionError, match=f"the registry at {nobody} does not answer"), answering(nobody):
+        Registry(nobody, "m").by_alias(CHAMPION)
