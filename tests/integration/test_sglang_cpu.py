@@ -8,6 +8,7 @@ the child's path.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from pipeline.config import EngineConfig
 from pipeline.errors import EngineError
 from pipeline.records import FailureClass
 from pipeline.spec import Limits
-from serve import watch
+from serve import procfs, watch
 from serve.engines import logs, sglang
 from serve.engines.sglang_flags import flags, installed_release
 from serve.process import EngineProcess, free_port
@@ -26,11 +27,11 @@ from serve.process import EngineProcess, free_port
 MODEL = os.environ.get("FASTVERIFY_CPU_MODEL", "")
 pytestmark = [
     pytest.mark.sglang_cpu,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(installed_release() is None, reason="SGLang is not installed"),
     pytest.mark.skipif(not MODEL, reason="FASTVERIFY_CPU_MODEL names no model folder"),
 ]
-LIMITS = Limits(start_s=400, stall_s=180, generate_s=60, silence_s=30, stop_s=15, proof_s=20)
+LIMITS = Limits(start_s=900, stall_s=180, generate_s=60, silence_s=30, stop_s=15, proof_s=20)
 
 
 def engine(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> EngineProcess:
@@ -74,6 +75,31 @@ def test_a_real_launch_is_proven_ready_measured_and_gone(tmp_path: Path, monkeyp
     assert real.proof is not None and real.proof.proven
     text = (tmp_path / "engine.log").read_text()
     assert any(logs.decode_line(line) for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("victim", "cause"),
+    [("scheduler", "scheduler_0 was killed by SIGKILL"), ("main", "the engine was killed by SIGKILL")],
+)
+def test_kill_9_of_one_process_ends_all_and_is_told_from_a_crash(
+    victim: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(tmp_path, monkeypatch) as real, pytest.raises(EngineError) as caught:
+        real.wait_ready()
+        ours = procfs.descendants(real.guard_pid)
+        found = [
+            p
+            for p in ours
+            if (p.name.startswith("sglang::sched") if victim == "scheduler" else p.ppid == real.guard_pid)
+        ]
+        os.kill(found[0].pid, signal.SIGKILL)
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            real.check()
+            time.sleep(0.1)
+    assert caught.value.failure.failure_class is FailureClass.KILLED, caught.value.failure
+    assert cause in caught.value.failure.cause
+    assert real.proof is not None and real.proof.proven
 
 
 def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
