@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipeline.engine_space import Space
     from pipeline.proposer import Proposal, Proposer, Violated
     from pipeline.records import Topology, TrialRecord
+    from pipeline.reporting.model import Report
     from pipeline.screening import Screening
     from pipeline.search import Adapter, Bench
     from pipeline.selection import Selection
@@ -315,14 +316,14 @@ def _close(job: Job, study: Study, adapter: Adapter, tracker: Tracker, board: Bo
         study.add_facts(finished=True, ended=adapter.done, **_winner(selection, records))
     report = study_report(study)
     html = write_html(report, study.folder / "report.html")
-    tracker.finish(_outcome(selection), [html], _ending(adapter))
+    tracker.finish(_outcome(selection, report), [html], _ending(adapter))
     board.say(render(report, "text").rstrip("\n"))
     board.say(f"\nreport: {html}\nMLflow: make ui, then open http://127.0.0.1:5000 (study {study.name})")
     if adapter.left:
         board.say(adapter.left)
     if adapter.done is None:
         runs = "" if job.runs == RUNS else f" --runs {job.runs}"
-        again = f"python -m pipeline.tune {job.space_file} --resume {study.name}{runs}"
+        again = f"python -m pipeline.tune --resume {study.name}{runs}"
         board.say(f"stopped: {adapter.halted}. Go on with: {again}")
 
 
@@ -341,9 +342,12 @@ def _winner(selection: Selection, records: list[TrialRecord]) -> dict[str, Any]:
     return {"winner": won, "winner_params": params}
 
 
-def _outcome(selection: Selection) -> dict[str, Any]:
+def _outcome(selection: Selection, report: Report) -> dict[str, Any]:
+    from pipeline.mlflow_view import study_note
+
     winner = selection.winner
     return {
+        "mlflow.note.content": study_note(report),
         "winner": winner.words if winner else None,
         "why": selection.reason,
         "noise_floor": selection.noise_floor,

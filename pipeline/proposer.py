@@ -19,7 +19,7 @@ from pipeline.config import EngineConfig
 from pipeline.goals import StopRule, launched, value_of, why_not
 from pipeline.lessons import LeftRegion, busy_seconds, left_regions, observations
 from pipeline.records import Role, Status, TrialRecord
-from pipeline.sampling import Point, Sampler, Space
+from pipeline.sampling import Point, Sampler, Space, point_of
 from pipeline.spec import ObjectiveSpec, SearchSpec
 
 BASELINE_TRIES = 2
@@ -230,7 +230,7 @@ class Proposer:
         simple = view.simplified(leader)
         if simple is None or self._of(simple[0].config_id):
             return None
-        return self._launch("ablation", simple[0], undone=TOGETHER.join(simple[1]))
+        return self._launch("ablation", simple[0], self._point(simple[0]), undone=TOGETHER.join(simple[1]))
 
     def _ablated(self, config: EngineConfig, name: str | None) -> bool:
         """True when the ledger has, or will have, the configuration without that setting."""
@@ -243,8 +243,12 @@ class Proposer:
         elif same := self._of(config.config_id):
             self._note("ablation", config, "reused", {}, reused_from=same[0].number, undone=name)
         else:
-            return self._launch("ablation", config, undone=name)
+            return self._launch("ablation", config, self._point(config), undone=name)
         return None
+
+    def _point(self, config: EngineConfig) -> Point:
+        """Its point: should a simpler configuration win, a later study begins with it."""
+        return point_of(self.space, config, self._canonical)
 
     def _confirmation(self) -> Proposal | Wait | None:
         if self._pending:

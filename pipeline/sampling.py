@@ -23,6 +23,7 @@ from optuna.samplers import BaseSampler
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from pipeline.ablation import settings_of
 from pipeline.config import EngineConfig
 from pipeline.lessons import Observation
 from pipeline.spec import SamplerName
@@ -30,6 +31,7 @@ from pipeline.surrogate import acquisition
 
 Point = dict[str, Any]
 _SOBOL_DIMENSIONS = 64
+_MOST_TRIES = 64
 POOL = 160  # candidates that the surrogate judges: so many at random, and as many close to the best
 PARENTS = 4
 CHANGE = 0.25  # chance that a value of a parent changes
@@ -75,6 +77,35 @@ class PointTrial:
             return default
         self.params[name], self.distributions[name] = self.given[name], distribution
         return self.given[name]
+
+
+class SettingsTrial(PointTrial):
+    """Answers with a configuration's settings, None for what it leaves open; `open` has what fits no choice."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self.open: dict[str, Sequence[Any]] = {}
+
+    def _answer(self, name: str, distribution: BaseDistribution, default: Any) -> Any:
+        value = self.given.get(name)
+        choices = distribution.choices if isinstance(distribution, CategoricalDistribution) else (value,)
+        if value in choices and (value is not None or len(choices) > 1):
+            return value
+        self.open[name] = choices
+        return default
+
+
+def point_of(space: Space, config: EngineConfig, canonical: Callable[[EngineConfig], EngineConfig]) -> Point:
+    """The point of the space that the engine would make `config` of; empty where the space has none.
+
+    A value that the engine rewrites (`auto`) is found by trying the choices of its dimension.
+    """
+    settings = settings_of(config)
+    trial = SettingsTrial(settings | {"speculation.algorithm": settings["speculation"]})
+    point = space.suggest(trial)
+    tries = itertools.islice(itertools.product(*trial.open.values()), _MOST_TRIES)
+    points = (point | dict(zip(trial.open, values, strict=True)) for values in tries)
+    return next((found for found in points if canonical(space.config(found)) == config), {})
 
 
 class SobolSampler(BaseSampler):

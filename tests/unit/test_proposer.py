@@ -207,6 +207,8 @@ def test_ablation_keeps_what_helps_and_undoes_what_does_not() -> None:
         collectives=Collectives(nccl_algo="allreduce:tree"),
     )  # fmt: skip
     assert confirmed == {simple, ToySpace().baseline()}
+    (together,) = (p for p in study.launches if p.config == simple and p.role == "ablation")
+    assert together.params and ToySpace().config(together.params) == simple  # for the warm start of a later study
 
 
 def test_settings_that_only_work_together_survive_ablation_through_the_simplified_launch() -> None:

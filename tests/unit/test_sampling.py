@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
+from pipeline.config import EngineConfig
 from pipeline.lessons import Observation
-from pipeline.sampling import PointTrial, RandomTrial, Sampler, _at
+from pipeline.records import Topology
+from pipeline.sampling import PointTrial, RandomTrial, Sampler, _at, point_of
+from pipeline.space import load_space
 from pipeline.spec import SamplerName
 from tests.fakes.toy_search import ToySpace
 
@@ -78,3 +82,27 @@ DISTRIBUTIONS = st.sampled_from([
 def test_every_share_of_a_range_is_a_value_of_it(distribution: Any, at: float) -> None:
     value = _at(distribution, at)
     assert distribution._contains(distribution.to_internal_repr(value))
+
+
+SPACES = Path(__file__).parents[2] / "tune_spaces"
+
+
+@pytest.mark.parametrize("name", ["verify", "kimi-k2.5-pcie"])
+def test_a_configuration_leads_back_to_a_point_of_its_space(name: str) -> None:
+    """Also where the engine makes of a choice what is none: FlashInfer's `auto` becomes a backend."""
+    space = load_space(SPACES / f"{name}.yaml").for_engine("sglang")
+    topology = Topology(gpu_count=8, gpu_model="NVIDIA H200", sm=90, peer_access=True, link="nvlink")
+
+    def canonical(config: EngineConfig) -> EngineConfig:
+        return space.canonical(config, "0.5.23", topology).config
+
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        config = canonical(space.config(space.suggest(RandomTrial(rng))))
+        point = point_of(space, config, canonical)
+        assert canonical(space.config(point)) == config and space.contains(point) is None
+
+
+def test_a_configuration_outside_the_space_has_no_point() -> None:
+    outside = ToySpace().baseline().model_copy(update={"attention_backend": "other"})
+    assert point_of(ToySpace(), outside, lambda config: config) == {}

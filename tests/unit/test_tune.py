@@ -121,6 +121,18 @@ def test_a_driver_needs_time(space: Path) -> None:
         invoke(str(space), "--stop-after", "0")
 
 
+def test_a_study_that_goes_on_has_its_own_space_file(space: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    study = Study.create("s", space, {"overrides": {"trials": 5}}, runs)
+    assert tune._space_of("s", runs) == study.space_file
+    lines = invoke("--resume", "s", "--runs", str(runs), "--dry-run").splitlines()
+    assert "2 distinct configurations" in lines[1]
+    with pytest.raises(InputError, match="SPACE: no space file"):
+        invoke("--dry-run")
+    with pytest.raises(InputError, match="no study at nowhere"):
+        invoke("--resume", "nowhere", "--runs", str(runs), "--dry-run")
+
+
 def test_a_resumed_study_keeps_what_it_was_started_with(space: Path, tmp_path: Path) -> None:
     stated = {"model": "smollm2-135m", "concurrency": [2, 4], "trials": 5}
     Study.create("s", space, {"overrides": stated}, tmp_path / "runs")
