@@ -7,20 +7,24 @@ experiment's tag `mlflow.sharedViewState.KEY`. This is what its own Share button
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
 from pipeline.config import EngineConfig
 from pipeline.records import TrialRecord
 from pipeline.reporting.facts import accept_length
+from pipeline.reporting.model import Report
+from pipeline.reporting.text import verdict_lines
 
 TAG = "mlflow.sharedViewState."
 # Which and why, in reading order; what a study lacks stays empty.
 METRICS = ("objective", "speedup_vs_baseline", "accept_length", "break_even_accept_length")
 TAGS = ("role", "status", "failure_class", "lossless")
 # Every trial has these, so that parallel coordinates, which leave out runs that lack a value, show all of them.
-PARAMS = ("algorithm", "draft_steps", "draft_tokens", "collectives", "attention")
+PARAMS = (
+    "algorithm", "draft_steps", "draft_tokens", "own_all_reduce", "fusion", "nccl_algo", "nccl_proto", "attention",
+)  # fmt: skip
 
 
 def summary_metrics(record: TrialRecord, baseline: TrialRecord | None) -> dict[str, float]:
@@ -47,10 +51,14 @@ def summary_params(config: EngineConfig) -> dict[str, str]:
     stated, plain = config.speculation.model_dump(exclude_none=True), config.speculation.algorithm == "none"
     unstated = "0" if plain else "default"
     collectives = config.collectives.model_dump(exclude_none=True)
+    own = config.collectives.custom_all_reduce
     return {
         "draft_steps": str(stated.get("num_steps", unstated)),
         "draft_tokens": str(stated.get("num_draft_tokens", stated.get("block_size", unstated))),
-        "collectives": " ".join(f"{name}={value}" for name, value in collectives.items()) or "default",
+        "own_all_reduce": "default" if own is None else "on" if own else "off",
+        "fusion": str(collectives.get("flashinfer_fusion", "default")),
+        "nccl_algo": str(collectives.get("nccl_algo", "default")),
+        "nccl_proto": str(collectives.get("nccl_proto", "default")),
         "attention": config.attention_backend or "default",
     }
 
@@ -67,7 +75,10 @@ def view_key(study: str) -> str:
 
 def view_tag(study: str, records: Iterable[TrialRecord]) -> tuple[str, str]:
     """The experiment tag (key, value) that holds a study's view: its trials, columns, and charts."""
-    params = dict.fromkeys((*PARAMS, *_varying(records)))
+    tried = list(records)
+    drawn = [r.config for r in tried if r.measurement is not None]
+    common = _varying({"algorithm": c.speculation.algorithm, **summary_params(c)} for c in drawn)
+    params = dict.fromkeys((*common, *_varying(record.params for record in tried)))
     columns = [_column("metrics", name) for name in METRICS]
     columns += [_column("params", name) for name in params]
     columns += [_column("tags", name) for name in TAGS]
@@ -80,9 +91,10 @@ def view_tag(study: str, records: Iterable[TrialRecord]) -> tuple[str, str]:
         "runsHiddenMode": "SHOW_ALL",
         "hideEmptyCharts": True,
         "isAccordionReordered": True,  # keeps this section before those that MLflow adds
-        "compareRunCharts": _charts(),
+        "compareRunCharts": _charts(common),
         "compareRunSections": [
-            {"uuid": "why", "name": "Which and why", "display": True, "isReordered": False, "columns": 2}
+            {"uuid": "which", "name": "Which and why", "display": True, "isReordered": False, "columns": 1},
+            {"uuid": "why", "name": "Trial by trial", "display": True, "isReordered": False, "columns": 2},
         ],
     }
     return TAG + view_key(study), json.dumps(state)
@@ -106,27 +118,31 @@ def _column(kind: str, name: str) -> str:
     return f"{kind}.`{name}`"
 
 
-def _varying(records: Iterable[TrialRecord]) -> list[str]:
-    """The sampler's parameters that took more than one value."""
+def _varying(points: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The parameters that took more than one value."""
     seen: dict[str, set[str]] = {}
-    for record in records:
-        for name, value in record.params.items():
+    for point in points:
+        for name, value in point.items():
             seen.setdefault(name, set()).add(str(value))
     return [name for name, values in seen.items() if len(values) > 1]
 
 
-def _charts() -> list[dict[str, Any]]:
-    shown = {"metricSectionId": "why", "deleted": False, "isGenerated": False}
+def _charts(params: Sequence[str]) -> list[dict[str, Any]]:
+    shown = {"deleted": False, "isGenerated": False}
     bars = [
-        {"type": "BAR", "uuid": name, "metricKey": name, "displayName": name, "runsCountToCompare": 20, **shown}
+        {
+            "type": "BAR", "uuid": name, "metricKey": name, "displayName": name, "runsCountToCompare": 20,
+            "metricSectionId": "why", **shown,
+        }
         for name in METRICS[:3]
-    ]
+    ]  # fmt: skip
     parallel = {
         "type": "PARALLEL",
         "uuid": "parallel",
-        "selectedParams": list(PARAMS),
+        "selectedParams": list(params),
         "selectedMetrics": ["speedup_vs_baseline"],
         "runsCountToCompare": 100,
+        "metricSectionId": "which",
         **shown,
     }
     scatter = {
@@ -135,6 +151,18 @@ def _charts() -> list[dict[str, Any]]:
         "xaxis": {"key": "accept_length", "type": "METRIC"},
         "yaxis": {"key": "speedup_vs_baseline", "type": "METRIC"},
         "runsCountToCompare": 100,
+        "metricSectionId": "why",
         **shown,
     }
     return [parallel, scatter, *bars]
+
+
+def study_note(report: Report) -> str:
+    """What a person sees first on the study's own page: the report's first screen, and where the rest is."""
+    verdict = report.verdict
+    lines = [f"### {verdict.headline}", ""]
+    lines += [f"- **{name}**: {value}" for name, value in verdict_lines(verdict, report.unit)]
+    lines += ["", "All of it, with plots: `report.html` under *Artifacts*."]
+    if verdict.command:
+        lines += ["", "```", verdict.command, "```"]
+    return "\n".join(lines)

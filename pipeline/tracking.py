@@ -12,6 +12,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -183,13 +184,15 @@ class MlflowTracker:
             "mlflow.parentRunId": str(self._parent),
             "mlflow.runName": f"{record.number:03d} {record.config.words()}",
         }
-        run_id = self._client.create_run(self._experiment, tags=tags).info.run_id
+        began, ended = _times(record)
+        run_id = self._client.create_run(self._experiment, start_time=began, tags=tags).info.run_id
         stamp = int(self._study.ledger.stat().st_mtime * 1000)
         first = next((r for r in self._study.records() if r.role == "baseline"), None)
-        summary = [(name, value, 0) for name, value in summary_metrics(record, first).items()]
+        summary = ((name, value, 0) for name, value in summary_metrics(record, first).items())
+        figures = (*summary, *trial_metrics(record))
         self._client.log_batch(
             run_id,
-            metrics=[Metric(key, value, stamp, step) for key, value, step in [*summary, *trial_metrics(record)]],
+            metrics=[Metric(key, _short(value), stamp, step) for key, value, step in figures],
             params=[Param(key, value[:MAX_PARAM]) for key, value in trial_params(record).items()],
             tags=[RunTag(key, value) for key, value in trial_tags(record, self._study.name).items()],
         )
@@ -200,7 +203,7 @@ class MlflowTracker:
                 self._client.log_artifact(run_id, str(file))
         # The tag comes last: a run without it was cut short and is logged again.
         self._client.set_tag(run_id, TRIAL_TAG, str(record.number))
-        self._client.set_terminated(run_id, status=_STATUS[record.status])
+        self._client.set_terminated(run_id, status=_STATUS[record.status], end_time=ended)
 
     def _finish(self, outcome: dict[str, Any], artifacts: list[Path], ending: Ending) -> None:
         assert self._client is not None and self._parent is not None
@@ -209,7 +212,7 @@ class MlflowTracker:
         self.sync()
         for key, value in outcome.items():
             if isinstance(value, float | int) and math.isfinite(value):
-                self._client.log_metric(self._parent, key, float(value))
+                self._client.log_metric(self._parent, key, _short(float(value)))
             elif value is not None:
                 self._client.set_tag(self._parent, key, str(value)[:5000])
         for path in artifacts:
@@ -240,6 +243,19 @@ def quiet_client(uri: str) -> MlflowClient:
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def _times(record: TrialRecord) -> tuple[int | None, int | None]:
+    """Start and end of a launched trial, ms since 1970: else MLflow would show how long the logging took."""
+    if record.started_at is None:
+        return None, None
+    began = int(datetime.fromisoformat(record.started_at).timestamp() * 1000)
+    return began, began + int(sum(record.phases_s.values()) * 1000)
+
+
+def _short(value: float) -> float:
+    """Six significant digits: MLflow shows every digit there is. The record keeps them all."""
+    return float(f"{value:.6g}")
 
 
 def _experiment(client: MlflowClient, uri: str) -> str:

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from pipeline.mlflow_view import PARAMS, compare_url, summary_metrics, summary_params, view_tag, view_url
+from pipeline.mlflow_view import PARAMS, compare_url, study_note, summary_metrics, summary_params, view_tag, view_url
+from pipeline.reporting.build import build
+from pipeline.spec import ObjectiveSpec
 from tests.fakes.fake_study import BASELINE, WINNER, FakeStudy, config, eagle, full_study
 
 
@@ -31,7 +33,8 @@ def test_a_trial_without_figures_has_no_summary() -> None:
 def test_every_trial_states_the_common_parameters() -> None:
     for record in full_study().records:
         assert {"algorithm", *summary_params(record.config)} == set(PARAMS)
-    assert summary_params(config(eagle(3), nccl_proto="LL"))["collectives"] == "nccl_proto=LL"
+    found = summary_params(config(eagle(3), nccl_proto="LL", custom_all_reduce=False))
+    assert (found["nccl_proto"], found["nccl_algo"], found["own_all_reduce"]) == ("LL", "default", "off")
     assert summary_params(config())["draft_tokens"] == "0"
 
 
@@ -42,7 +45,18 @@ def test_the_view_shows_the_settings_that_varied() -> None:
     assert "params.`speculation.EAGLE3.num_steps`" in state["selectedColumns"]
     assert "params.`speculation.EAGLE3.eagle_topk`" not in state["selectedColumns"]  # 1 wherever it exists
     assert "fastverify.study` = 'gpu2'" in state["searchFilter"]
+    parallel = next(chart for chart in state["compareRunCharts"] if chart["type"] == "PARALLEL")
+    assert {"algorithm", "nccl_algo", "nccl_proto"} <= set(parallel["selectedParams"])
+    assert "attention" not in parallel["selectedParams"]  # the same everywhere: no axis
     assert len(value) < 5000  # MLflow's limit of an experiment tag's value
+
+
+def test_the_studys_own_page_begins_with_the_verdict() -> None:
+    study = full_study()
+    note = study_note(build("gpu2", study.records, ObjectiveSpec()))
+    assert note.startswith("### EAGLE3 steps=3")
+    for part in ("**winner**", "**why**", "**noise floor**", "report.html", "sglang.launch_server"):
+        assert part in note
 
 
 def test_links_are_quoted() -> None:

@@ -93,6 +93,16 @@ def test_trials_become_children_of_the_study_and_sync_adds_only_what_is_missing(
     assert "objective" not in failed.data.metrics
 
 
+def test_a_run_has_the_trials_own_times_and_figures_that_can_be_read(study: Study, uri: str) -> None:
+    made = figures(1234.56789).model_copy(update={"started_at": "2026-05-04T09:00:00+00:00"})
+    study.append(made)
+    MlflowTracker(study, uri).sync()
+    run = next(run for run in runs_of(study, uri) if run.data.tags["fastverify.trial"] == "1")
+    assert run.info.end_time - run.info.start_time == pytest.approx(1000 * sum(made.phases_s.values()))
+    assert run.info.start_time == 1_777_885_200_000
+    assert run.data.metrics["extract/output_tok_per_s"] == 1234.57
+
+
 def test_the_outcome_and_the_report_are_on_the_parent(study: Study, uri: str, tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     report.write_text("<html></html>")
