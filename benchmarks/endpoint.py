@@ -65,29 +65,29 @@ def main(
     front: Annotated[list[str], typer.Option(help=f"One of: {', '.join(FRONTS)}.")] = list(FRONTS),  # noqa: B006
     streams: Annotated[list[int], typer.Option(help="Concurrent streams; may be repeated.")] = [1, 16],  # noqa: B006
     rounds: Annotated[int, typer.Option(min=1, help="Paired rounds.")] = 4,
-    seconds: Annotated[float, typer.Option(help="About how long a window is.")] = 1.0,
+    seconds: Annotated[float, typer.Option(help="About how long a window is.")] = 0.8,
     port: Annotated[int, typer.Option(help="The endpoint's port.")] = 18000,
     out: Annotated[Path | None, typer.Option(help="Where the JSON goes as well.")] = None,
 ) -> None:
-    """Measure every way to the engine, at each pace and number of streams."""
+    """Measure every way to the engine, at each pace and number of streams; with --out, print it as a table."""
     began, rows = time.monotonic(), []
     for name in front:
         # Ray reads its variables once a process.
-        rows += _measure(name, port, streams, rounds, seconds) if len(front) == 1 else _apart(name)
+        rows += (_measure if len(front) == 1 else _apart)(name, port, streams, rounds, seconds)
     versions = {"cpus": os.cpu_count(), "load_average": os.getloadavg()[0], "seconds": time.monotonic() - began}
     text = json.dumps({"benchmark": "endpoint", **versions, "rows": rows, "not_measured": NOT_MEASURED}, indent=2)
-    typer.echo(text)
     if out is not None:
         out.write_text(text + "\n")
+    typer.echo(text if out is None else _table(rows))
 
 
-def _apart(front: str) -> list[dict[str, Any]]:
-    """The rows of one front, measured by a process of its own with the same options."""
-    given = [word for word in sys.argv[1:] if word != front and word != "--front"]
+def _apart(front: str, port: int, streams: list[int], rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """The rows of one front, measured by a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        command = [sys.executable, __file__, *given, "--front", front, "--out", str(out)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
+        options = {"front": front, "port": port, "rounds": rounds, "seconds": seconds, "out": out}
+        words = [f"--{name}={value}" for name, value in options.items()] + [f"--streams={n}" for n in streams]
+        subprocess.run([sys.executable, __file__, *words], check=True, stdout=subprocess.DEVNULL, timeout=900)
         rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
     return rows
 
@@ -147,10 +147,11 @@ class Bench:
             "replica": {self.replica},
             "front": procfs.listeners(port, everything),
         }
-        self.ways = {"engine": engine_url, "endpoint": f"http://127.0.0.1:{port}"}
+        endpoint = f"http://127.0.0.1:{port}"
+        self.ways = {"engine": engine_url, "endpoint": endpoint, "eager": endpoint}
         own = [p for p in procfs.listening_ports([self.replica]) if 30_000 <= p <= 31_000]
         if own:  # only HAProxy's mode gives a replica a port
-            self.ways |= {"replica": f"http://127.0.0.1:{own[0]}", "eager": self.ways["endpoint"]}
+            self.ways["replica"] = f"http://127.0.0.1:{own[0]}"
 
     def row(self, step_ms: float, streams: int, rounds: int, seconds: float) -> dict[str, Any]:
         """All ways at one pace and number of streams, order turned every round."""
@@ -202,6 +203,23 @@ class Bench:
             return sum(process.cpu_s for process in map(procfs.read, pids) if process)
 
         return {name: spent(pids) for name, pids in self.pids.items()}
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown, one line a way."""
+    cpu = "CPU µs a token: engine / replica / front / client"
+    head = f"front | ms a token | streams | way | ÷ engine | tok/s a stream | TTFT ms | tokens a read | {cpu} | idle"
+    lines = [f"| {head} | strangers |", "|---" * 11 + "|"]
+    for row in rows:
+        for name in (way for way in ("engine", "endpoint", "eager", "replica") if way in row):
+            way = row[name]
+            cpu = " / ".join(f"{way[f'{who}_us_a_token']:.0f}" for who in ("engine", "replica", "front", "client"))
+            lines.append(
+                f"| {row['front']} | {row['ms_a_token']:g} | {row['streams']} | {name} | {way['ratio']:.3f} "
+                f"| {way['tok_per_s'] / row['streams']:.0f} | {way['p50_ttft_ms']:.1f} | {way['tokens_a_read']:.1f} "
+                f"| {cpu} | {way['idle_share']:.0%} | {way['strangers_share']:.0%} |"
+            )
+    return "\n".join(lines)
 
 
 def _plan(step_ms: float, streams: int, seconds: float) -> list[PlannedRequest]:
