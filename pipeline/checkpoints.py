@@ -14,14 +14,28 @@ def is_path(model: str) -> bool:
     return model.startswith(("/", "./", "../", "~"))
 
 
+def expanded(path: str) -> Path:
+    """The path with `~` filled in, as far as that home is known."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def located(model: str) -> str:
+    """A local folder's absolute path, since engines run in other places; anything else as it is."""
+    path = expanded(model)
+    return str(path.absolute()) if is_path(model) or (model and (path / "config.json").is_file()) else model
+
+
 def is_missing(model: str) -> bool:
     """True where `model` is a path and no folder stands there."""
-    return is_path(model) and not Path(model).expanduser().is_dir()
+    return is_path(model) and not expanded(model).is_dir()
 
 
 def similar(model: str) -> str | None:
     """The folder beside the missing one whose name is closest."""
-    path = Path(model).expanduser()
+    path = expanded(model)
     siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
     near = nearest(path.name, siblings)
     return str(path.with_name(near)) if near else None
@@ -79,7 +93,7 @@ def _text(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json(model: str, name: str) -> dict[str, Any] | None:
-    path = Path(model).expanduser() / name
+    path = expanded(model) / name
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

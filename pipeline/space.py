@@ -26,6 +26,7 @@ from pipeline.errors import InputError, nearest
 from pipeline.records import Topology
 from pipeline.space_file import Overrides, Section, SpaceFile
 from pipeline.spec import LoadSpec, ObjectiveSpec, SearchSpec
+from pipeline.workload import located
 from pipeline.yamlfile import Document, Key, dotted, load
 
 __all__ = ["EngineChoice", "Overrides", "Space", "SpaceSpec", "choose_engine", "load_space"]
@@ -123,11 +124,11 @@ class _Builder:
         self._refuse_lossy(fixed, dims)
         space = Space(
             engine=self.engine,
-            model=self.overrides.model or self.section.model or "",
+            model=checkpoints.located(self.overrides.model or self.section.model or ""),
             tensor_parallel_size=self._tensor_parallel_size(),
             dims=dims,
             fixed={name: value for name, (value, _) in fixed.items()},
-            draft_models=self._draft_models(algorithms),
+            draft_models={n: checkpoints.located(model) for n, model in self._draft_models(algorithms).items()},
             dropped=tuple(self.dropped),
             release=self.section.release,
             architecture=self._architecture(),
@@ -290,6 +291,10 @@ class _Builder:
             name: getattr(self.section, name) or getattr(self.file, name)
             for name in ("workload", "load", "objective", "limits", "search")
         }
+        prompts = {name: located(source) for name, source in found["workload"].prompts.items()}
+        found["workload"] = found["workload"].model_copy(update={"prompts": prompts})
+        if found["load"].trace is not None:
+            found["load"] = found["load"].model_copy(update={"trace": located(found["load"].trace)})
         if self.overrides.concurrency:
             found["load"] = found["load"].model_copy(update={"concurrency": self.overrides.concurrency})
         found["search"] = self._search(found["search"])

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoints import expanded
 from pipeline.errors import InputError, nearest
 from pipeline.records import LoadLevel
 from pipeline.spec import WorkloadSpec
@@ -50,6 +51,12 @@ class PlannedRequest:
     temperature: float = 0.0
     seed: int = 0
     at_s: float | None = None
+
+
+def located(source: str) -> str:
+    """A file's absolute path, since trials run in other places; a shipped set, or what is missing, as it is."""
+    path = expanded(source)
+    return str(path.absolute()) if source not in SHIPPED_SETS and path.is_file() else source
 
 
 def load_prompts(source: str, *, held_out: bool = False) -> tuple[Prompt, ...]:

@@ -86,3 +86,27 @@ def test_a_model_that_cannot_be_had(tmp_path: Path) -> None:
     spec = _load(tmp_path, model="smollm2-135")
     with pytest.raises(InputError, match=r"space\.yaml:3: embedded\.model: no model.*did you mean 'smollm2-135m'"):
         check_models(spec, spec.for_engine("embedded"))
+
+
+def test_what_is_named_relative_to_the_working_directory_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trials run in folders of their own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("mine.jsonl", "trace.jsonl"):
+        Path(name).write_text('{"prompt": "p", "timestamp_s": 0, "prompt_tokens": 1, "output_tokens": 1}\n')
+    stated = {"workload": "{prompts: {a: mine.jsonl, b: ~/mine.jsonl, c: open}}", "load": "{trace: ./trace.jsonl}"}
+    for model in ("model", "./model", "~/model"):
+        space = _load(tmp_path, model=model, **stated).for_engine("embedded")
+        assert space.model == str(tmp_path / "model")
+    mine = str(tmp_path / "mine.jsonl")
+    assert space.workload.prompts == {"a": mine, "b": mine, "c": "open"}
+    assert space.load.trace == str(tmp_path / "trace.jsonl")
+    assert _load(tmp_path, model="org/name").for_engine("embedded").model == "org/name"
+
+
+def test_an_unknown_home_is_a_folder_that_is_missing(tmp_path: Path) -> None:
+    space = _load(tmp_path, model="~nobody-of-that-name/m").for_engine("embedded")
+    with pytest.raises(InputError, match="no model folder"):
+        space.check_paths()
