@@ -21,7 +21,7 @@ from pipeline.errors import MeasurementError
 from pipeline.trace import Kind, Pass, Shapes, Work, gpu_work
 
 _STALL = 3.0  # a cycle this many times the median held something else: a prefill, a pause
-_FITS = 1.02  # busy time over the measured step: two per cent more is the clock's
+_FITS = 1.02  # work over what must hold it: two per cent more is the clock's
 _ALIKE = 1.1  # ranks of one launch do the same work
 
 
@@ -83,12 +83,18 @@ class StepProfile(Frozen):
 
 
 def doubts(profiles: Sequence[StepProfile]) -> tuple[str, ...]:
-    """What speaks against a set of profiles, in words: work that is longer than the step, ranks that disagree."""
+    """What speaks against profiles, in words: work longer than the step or than its kernels, ranks that disagree."""
     found = [
         f"{p.label} {p.rank}: the GPU worked for {p.busy_ms:.2f} ms a step under the profiler, but a step without it "
         f"takes {p.measured_step_ms:.2f} ms. The two were not the same step; do not read the parts."
         for p in profiles
         if p.measured_step_ms is not None and p.idle_ms is None
+    ]
+    found += [
+        f"{p.label} {p.rank}: the parts add up to {p.busy_ms:.2f} ms of work, all kernels together to {p.work_ms:.2f}. "
+        "Something is counted twice."
+        for p in profiles
+        if p.work_ms is not None and p.busy_ms > p.work_ms * _FITS
     ]
     ranks: dict[str, list[StepProfile]] = defaultdict(list)
     for profile in profiles:

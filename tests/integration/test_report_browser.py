@@ -75,6 +75,8 @@ def test_the_report_shows_what_a_person_must_see(browser: Any, page_file: Path, 
     assert line.evaluate("node => node.getBoundingClientRect().width") > width / 3
     assert line.evaluate("node => getComputedStyle(node).stroke") == "rgb(192, 57, 43)"
     assert page.evaluate("document.documentElement.scrollWidth") <= width  # nothing pushes the page sideways
+    axes = page.locator("[data-figure=parallel] .main-svg").first
+    assert axes.evaluate("node => node.getBoundingClientRect().width") > 700  # wide enough to read; it scrolls
     assert errors == []
 
 
@@ -84,6 +86,13 @@ def test_dark_mode_and_print_are_readable(browser: Any, page_file: Path) -> None
     assert page.evaluate(fill) == "rgb(230, 232, 235)"
     page.emulate_media(color_scheme="light")
     page.wait_for_function(f"{fill} === 'rgb(31, 35, 40)'", timeout=LIMIT_MS)
+    page.emulate_media(color_scheme="dark")
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")  # paper is white, and narrower than a screen
+    page.wait_for_function(f"{fill} === 'rgb(0, 0, 0)'", timeout=LIMIT_MS)
+    plot = page.locator("[data-figure=break_even] .main-svg").first
+    assert plot.evaluate("node => node.getBoundingClientRect().width") == 680
+    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    page.wait_for_function(f"{fill} === 'rgb(230, 232, 235)'", timeout=LIMIT_MS)
     assert page.pdf()[:5] == b"%PDF-"
     assert errors == []
 

@@ -67,9 +67,18 @@ def test_work_that_is_longer_than_the_step_is_said() -> None:
     assert "do not read the parts" in doubts([short])[0]
 
 
+def test_parts_that_hold_more_than_all_kernels_are_said() -> None:
+    profile = parse(speculative().events)
+    assert profile.work_ms == pytest.approx(profile.busy_ms)  # one stream: nothing overlaps
+    assert doubts([profile]) == ()
+    assert "counted twice" in doubts([profile.model_copy(update={"draft_ms": 2 * profile.draft_ms})])[0]
+
+
 def test_ranks_that_disagree_are_said() -> None:
     one = parse(speculative().events)
-    other = one.model_copy(update={"rank": "TP-1", "compute_ms": one.compute_ms * 1.5})
+    more = one.compute_ms / 2
+    changed = {"rank": "TP-1", "compute_ms": one.compute_ms + more, "work_ms": (one.work_ms or 0.0) + more}
+    other = one.model_copy(update=changed)
     assert "TP-1 worked for" in doubts([one, other])[0]
     assert doubts([one, other.model_copy(update={"label": "another"})]) == ()
 
