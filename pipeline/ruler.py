@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from pipeline.config import Frozen
 from pipeline.errors import MeasurementError
@@ -34,6 +36,7 @@ T = TypeVar("T")
 
 # A client whose own timer is this late, and by so much of the time between chunks, stamps them late too.
 LOOP_LAG_MS, LOOP_LAG_SHARE = 10.0, 0.5
+DYING_S = 5.0  # from a closed socket to a known end
 BUSY_CPU = 0.5  # late and this busy is saturated; late and idle is starved by others, which is noted
 
 
@@ -98,6 +101,10 @@ class Measured:
     server: dict[str, Any] | None = None
 
 
+def _unwatched() -> None:
+    """The watch of a server that somebody else runs."""
+
+
 @dataclass(frozen=True)
 class Ruler:
     """Measures launches by one plan.
@@ -117,7 +124,7 @@ class Ruler:
         base_url: str,
         *,
         model: str | None = None,
-        watch: Watch = lambda: None,
+        watch: Watch = _unwatched,
         on_phase: OnPhase = lambda _: None,
         stop_early: StopEarly | None = None,
         held_out: bool = False,
@@ -140,7 +147,12 @@ class Ruler:
             MeasurementError: no figures, or figures that must not be trusted (a saturated client).
         """
         run = _Run(self, base_url.rstrip("/"), watch, on_phase, held_out)
-        return asyncio.run(run.all(model, stop_early, greedy=greedy, baseline=baseline))
+        try:
+            return asyncio.run(run.all(model, stop_early, greedy=greedy, baseline=baseline))
+        except MeasurementError:
+            if watch is not _unwatched:
+                _dead_engine_first(run.base_url, watch)
+            raise
 
 
 class _Run:
@@ -251,6 +263,27 @@ def refuse_saturated(key: str, window: Window) -> str | None:
     if cpu > BUSY_CPU:
         raise MeasurementError(f"{key}: the load generator was saturated (timers {window.loop_lag_ms:.0f} ms late)")
     return f"{key}: this machine is busy with other work: times may be {window.loop_lag_ms:.0f} ms late"
+
+
+def _dead_engine_first(base_url: str, watch: Watch) -> None:
+    """Let `watch` raise why the engine ended, which explains better than a request that went wrong.
+
+    An engine's socket closes a moment before its end is known: a server that is gone is given that moment.
+    """
+    until = time.monotonic() + DYING_S
+    watch()
+    while time.monotonic() < until and not _listens(base_url):
+        time.sleep(0.1)
+        watch()
+
+
+def _listens(base_url: str) -> bool:
+    url = urlsplit(base_url)
+    try:
+        socket.create_connection((url.hostname or "127.0.0.1", url.port or 80), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 async def watched(work: Awaitable[T], watch: Watch, every_s: float = 1.0) -> T:

@@ -15,7 +15,7 @@ from pipeline.metrics import Window
 from pipeline.records import Failure, FailureClass, LevelResult, LoadLevel
 from pipeline.ruler import MeasurePlan, Ruler, refuse_saturated
 from pipeline.spec import Constraints, Goal, LoadSpec, ObjectiveSpec, WorkloadSpec
-from tests.fakes.running import fake_server
+from tests.fakes.running import fake_server, free_port
 
 NGRAM = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8"]
 
@@ -117,6 +117,24 @@ def test_a_watch_that_fails_after_the_window_explains_failed_requests() -> None:
 
     with fake_server(error_rate=1.0) as broken, pytest.raises(EngineError, match="crashed"):
         Ruler(plan()).measure(broken, watch=watch)
+
+
+def test_an_engine_whose_end_is_known_a_moment_after_its_socket_closed_explains_the_failed_request() -> None:
+    # Real SGLang after kill -9 of its scheduler: the trial was "nothing listens", and not tried again as a killed one.
+    calls: list[float] = []
+
+    def watch() -> None:
+        calls.append(time.monotonic())
+        if len(calls) > 3:
+            raise EngineError(Failure(failure_class=FailureClass.KILLED, cause="scheduler_0 was killed by SIGKILL"))
+
+    nobody = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(EngineError, match="scheduler_0 was killed"):
+        Ruler(plan()).measure(nobody, watch=watch)
+    began = time.monotonic()
+    with pytest.raises(MeasurementError, match="nothing listens"):
+        Ruler(plan()).measure(nobody)  # nobody's engine: nothing to wait for
+    assert time.monotonic() - began < 2
 
 
 @pytest.mark.parametrize("window", [Window((), client_cpu=0.95), Window((), client_cpu=0.6, loop_lag_ms=25.0)])
