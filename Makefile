@@ -5,10 +5,11 @@ VENV ?= .venv
 SPACE ?= tune_spaces/verify.yaml
 ARGS ?=
 JOBS ?= 2
+STRICT ?=
 BIN := $(VENV)/bin
 COMPILE := $(BIN)/uv pip compile -q --no-annotate --no-header
 
-.PHONY: setup tune test lint types tests locks lock ui serve clean
+.PHONY: setup tune test lint types tests locks lock audit ui serve clean
 
 setup: $(VENV)/.ready
 
@@ -21,7 +22,7 @@ $(VENV)/.ready: requirements/cpu.lock pyproject.toml
 tune: setup
 	$(BIN)/python -m pipeline.tune $(SPACE) $(ARGS)
 
-test: setup lint types locks tests
+test: setup lint types locks audit tests
 
 lint:
 	$(BIN)/ruff check .
@@ -48,6 +49,10 @@ lock: setup
 		-c $(VENV)/pins -o requirements/cpu.lock
 	$(COMPILE) -U pyproject.toml --extra sglang --python-version 3.12 --python-platform x86_64-manylinux_2_39 \
 		-o requirements/sglang.lock
+
+# Pins, withdrawn releases, licences; known vulnerabilities where OSV can be reached. STRICT=--strict: or fail.
+audit: setup
+	$(BIN)/python requirements/audit.py $(STRICT)
 
 ui: setup
 	$(BIN)/python -m pipeline.ui
