@@ -3,12 +3,13 @@
     python benchmarks/screenshots.py STUDY [--out docs/img]
 
 Needs Chromium (`apt-get install chromium`) and playwright (the `dev` extra). MLflow's server is started on a
-free port for the time of the pictures.
+free port for the time of the pictures. A picture has 256 colours and must stay below 200 kB.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shutil
 import signal
@@ -25,14 +26,17 @@ from typing import Any
 
 from pipeline.mlflow_view import compare_url, view_url
 from pipeline.report import study_report, write_html
+from pipeline.reporting.figures import leaders
 from pipeline.store import Study
+from pipeline.tracking import STUDY_TAG, TRIAL_TAG
 from pipeline.ui import server
 
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
-LIMIT_MS = 60_000
+LIMIT_MS = 120_000  # MLflow's pages take their time on a busy machine
+LARGEST = 200_000
 WINDOWS = (("report", 1280, "light"), ("report-dark", 1280, "dark"), ("report-400", 400, "light"))
 CLOSE_ASSISTANT = "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"
 
@@ -63,11 +67,7 @@ def shoot_report(browser: Any, study: Study, out: Path) -> None:
     """First screens, light, dark and narrow, and the break-even plot."""
     with tempfile.TemporaryDirectory() as folder:
         url = write_html(study_report(study), Path(folder) / "report.html").as_uri()
-        for name, width, scheme in (
-            ("report", 1280, "light"),
-            ("report-dark", 1280, "dark"),
-            ("report-400", 400, "light"),
-        ):
+        for name, width, scheme in WINDOWS:
             page = open_page(browser, url, width, scheme)
             page.wait_for_selector(".main-svg", timeout=LIMIT_MS)
             save(page, out / f"{name}.png")
@@ -96,16 +96,15 @@ def shoot_mlflow(browser: Any, study: Study, out: Path) -> None:
 
 
 def some_runs(study: Study) -> list[str]:
-    """The best, the middle and the last trial that have an objective."""
+    """A run of the baseline, of the winner and of the best of each algorithm."""
     from mlflow import MlflowClient
 
     client = MlflowClient(study.facts["mlflow_uri"])
-    query = f"tags.`fastverify.study` = '{study.name}'"
-    runs = client.search_runs(
-        [str(study.facts["mlflow_experiment_id"])], query, order_by=["metrics.objective DESC"], max_results=200
-    )
-    able = [run.info.run_id for run in runs if "objective" in run.data.metrics]
-    return [able[0], able[len(able) // 2], able[-1]]
+    query = f"tags.`{STUDY_TAG}` = '{study.name}'"
+    found = client.search_runs([str(study.facts["mlflow_experiment_id"])], query, max_results=1000)
+    runs = {run.data.tags.get(TRIAL_TAG): run.info.run_id for run in found}
+    shown = [str(row.trials[0]) for row in leaders(study_report(study).ranking)]
+    return [runs[trial] for trial in shown if trial in runs][:4]
 
 
 def open_page(browser: Any, url: str, width: int, scheme: str) -> Any:
@@ -118,9 +117,15 @@ def open_page(browser: Any, url: str, width: int, scheme: str) -> Any:
 
 
 def save(page: Any, path: Path) -> None:
-    """Write what the window, or a part of the page, shows."""
-    page.screenshot(path=path)
-    print(path)
+    """Write what the window, or a part of the page, shows, as a small file."""
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    picture.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+    size = path.stat().st_size
+    print(f"{path}: {size / 1000:.0f} kB")
+    if size > LARGEST:
+        raise ValueError(f"{path} has {size} bytes; the most is {LARGEST}")
 
 
 @contextmanager

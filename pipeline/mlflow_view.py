@@ -46,21 +46,36 @@ def summary_metrics(record: TrialRecord, baseline: TrialRecord | None) -> dict[s
     return {name: round(value, 3) for name, value in found.items()}  # MLflow shows every digit there is
 
 
-def summary_params(config: EngineConfig) -> dict[str, str]:
-    """A configuration under a few names that every trial has."""
-    stated, plain = config.speculation.model_dump(exclude_none=True), config.speculation.algorithm == "none"
-    unstated = "0" if plain else "default"
+def summary_params(config: EngineConfig, resolved: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """A configuration under a few names that every trial has.
+
+    Draft steps and tokens are always numbers, since MLflow's parallel coordinates leave out runs whose value is of
+    another kind than most: as stated, else as the server resolved them; what is unknown is left out.
+    """
+    steps, tokens = _drafts(config, resolved or {})
     collectives = config.collectives.model_dump(exclude_none=True)
     own = config.collectives.custom_all_reduce
-    return {
-        "draft_steps": str(stated.get("num_steps", unstated)),
-        "draft_tokens": str(stated.get("num_draft_tokens", stated.get("block_size", unstated))),
+    found = {
+        "draft_steps": steps,
+        "draft_tokens": tokens,
         "own_all_reduce": "default" if own is None else "on" if own else "off",
-        "fusion": str(collectives.get("flashinfer_fusion", "default")),
-        "nccl_algo": str(collectives.get("nccl_algo", "default")),
-        "nccl_proto": str(collectives.get("nccl_proto", "default")),
+        "fusion": collectives.get("flashinfer_fusion", "default"),
+        "nccl_algo": collectives.get("nccl_algo", "default"),
+        "nccl_proto": collectives.get("nccl_proto", "default"),
         "attention": config.attention_backend or "default",
     }
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def _drafts(config: EngineConfig, resolved: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Draft steps and draft tokens of a verify step; n-gram and block drafts are one chain of their tokens."""
+    if config.speculation.algorithm == "none":
+        return 0, 0
+    stated = config.speculation.model_dump(exclude_none=True)
+    tokens = stated.get("num_draft_tokens", stated.get("block_size", resolved.get("speculative_num_draft_tokens")))
+    if "num_steps" not in type(config.speculation).model_fields:
+        return tokens, tokens
+    return stated.get("num_steps", resolved.get("speculative_num_steps")), tokens
 
 
 def _rates(record: TrialRecord | None) -> dict[str, float]:
@@ -76,8 +91,10 @@ def view_key(study: str) -> str:
 def view_tag(study: str, records: Iterable[TrialRecord]) -> tuple[str, str]:
     """The experiment tag (key, value) that holds a study's view: its trials, columns, and charts."""
     tried = list(records)
-    drawn = [r.config for r in tried if r.measurement is not None]
-    common = _varying({"algorithm": c.speculation.algorithm, **summary_params(c)} for c in drawn)
+    drawn = [record for record in tried if record.measurement is not None]
+    common = _varying(
+        {"algorithm": r.config.speculation.algorithm, **summary_params(r.config, r.resolved)} for r in drawn
+    )
     params = dict.fromkeys((*common, *_varying(record.params for record in tried)))
     columns = [_column("metrics", name) for name in METRICS]
     columns += [_column("params", name) for name in params]

@@ -328,14 +328,12 @@ def _statistics(name: str, values: Distribution | None) -> dict[str, float | Non
 def trial_params(record: TrialRecord) -> dict[str, str]:
     """The sampler's point and what every trial has, flat, as text."""
     common = {
-        "config": record.config.words(),
-        "config_id": record.config_id,
         "model": record.config.model,
         "tensor_parallel_size": record.config.tensor_parallel_size,
         "max_running_requests": record.config.max_running_requests,
         "algorithm": record.config.speculation.algorithm,
     }
-    every = {**common, **summary_params(record.config), **record.params}
+    every = {**common, **summary_params(record.config, record.resolved), **record.params}
     return {key(name): str(value) for name, value in every.items()}
 
 
@@ -343,6 +341,7 @@ def trial_tags(record: TrialRecord, study: str) -> dict[str, str]:
     """What a person filters by: role, status, failure class, engine, machine, lossless."""
     tags: dict[str, Any] = {
         STUDY_TAG: study,
+        "config_id": record.config_id,  # no parameter: the compare page would plot it before those that say something
         "role": record.role,
         "status": record.status,
         "engine": record.config.engine,

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from pipeline.config import NgramSpeculation, Speculation
 from pipeline.mlflow_view import PARAMS, compare_url, study_note, summary_metrics, summary_params, view_tag, view_url
 from pipeline.reporting.build import build
 from pipeline.spec import ObjectiveSpec
@@ -36,6 +37,18 @@ def test_every_trial_states_the_common_parameters() -> None:
     found = summary_params(config(eagle(3), nccl_proto="LL", custom_all_reduce=False))
     assert (found["nccl_proto"], found["nccl_algo"], found["own_all_reduce"]) == ("LL", "default", "off")
     assert summary_params(config())["draft_tokens"] == "0"
+
+
+def test_drafts_are_numbers_so_that_mlflow_draws_every_run() -> None:
+    def drafts(speculation: Speculation, **resolved: int) -> tuple[str | None, str | None]:
+        found = summary_params(config(speculation), resolved)
+        return found.get("draft_steps"), found.get("draft_tokens")
+
+    assert drafts(eagle(3)) == ("3", "4")
+    assert drafts(NgramSpeculation(num_draft_tokens=8)) == ("8", "8")
+    unsaid = eagle(3).model_copy(update={"num_steps": None, "num_draft_tokens": None})
+    assert drafts(unsaid, speculative_num_steps=5, speculative_num_draft_tokens=6) == ("5", "6")
+    assert drafts(unsaid) == (None, None)  # unknown: never "default", never 0
 
 
 def test_the_view_shows_the_settings_that_varied() -> None:
