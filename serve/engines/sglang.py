@@ -23,8 +23,9 @@ from serve.engines import sglang_flags
 COMMAND_VARIABLE = "FASTVERIFY_SGLANG_COMMAND"  # replaces `python -m sglang.launch_server`: a container, a wrapper
 DECODE_LOG_INTERVAL = 8  # steps; SGLang folds its accept counters in only then, every 40 by default
 
-# Inherited variables that would change what is measured. Places and tool paths are not among them.
-_STALE = re.compile(r"^(NCCL|SGLANG|SGL|CUDA|TORCH_NCCL|TORCH_SYMM_MEM|NVSHMEM|FLASHINFER|MSCCLPP|UCX)_")
+# Inherited variables that would change what is measured. Places and tool paths are not among them. OMP's: Ray sets the
+# threads of a replica to 1, which nobody who launches the same command by hand would have.
+_STALE = re.compile(r"^(NCCL|SGLANG|SGL|CUDA|TORCH_NCCL|TORCH_SYMM_MEM|NVSHMEM|FLASHINFER|MSCCLPP|UCX|OMP)_")
 _PLACES = re.compile(r"^CUDA_(HOME|PATH|ROOT|CACHE_PATH)$|_(DIR|DIRS|CACHE|BASE|PATH|HOME)$")
 # What a host must keep switched off: survives, but only with the value that disables.
 SITE_POLICY = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}

@@ -183,6 +183,7 @@ def test_stale_variables_are_scrubbed_and_places_survive() -> None:
         "CUDA_LAUNCH_BLOCKING": "1",
         "CUDA_VISIBLE_DEVICES": "GPU-1234",
         "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "OMP_NUM_THREADS": "1",
     }
     planned = launch(config(), inherited=inherited)
     assert planned.scrubbed == (
@@ -190,6 +191,7 @@ def test_stale_variables_are_scrubbed_and_places_survive() -> None:
         "CUDA_VISIBLE_DEVICES",
         "NCCL_ALGO",
         "NCCL_NVLS_ENABLE",
+        "OMP_NUM_THREADS",
         "SGLANG_SIMULATE_ACC_LEN",
         "TORCH_NCCL_BLOCKING_WAIT",
     )
