@@ -16,8 +16,11 @@ from tests.fakes.fake_failures import FAILURES, Death
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "sglang-0.5.17"
 
 
-def fixture(name: str) -> str:
-    with gzip.open(FIXTURES / f"{name}.log.gz", "rt") as file:
+CPU_FIXTURES = FIXTURES.with_name("sglang-0.5.23-cpu")
+
+
+def fixture(name: str, folder: Path = FIXTURES) -> str:
+    with gzip.open(folder / f"{name}.log.gz", "rt") as file:
         return file.read()
 
 
@@ -173,6 +176,15 @@ def test_another_algorithm_is_not_blamed_on_tree() -> None:
     failure = classify(fixture("tp2_nop2p_tree"), -9, "launch", env={"NCCL_ALGO": "NVLS"})
     assert failure.failure_class is FailureClass.COLLECTIVE
     assert "Tree" not in failure.cause
+
+
+@pytest.mark.parametrize(("name", "who"), [("kill_scheduler", "scheduler_0"), ("kill_main", "the engine")])
+def test_kill_9_of_a_real_process_is_no_crash(name: str, who: str) -> None:
+    text = fixture(name, CPU_FIXTURES)
+    assert logs.is_ready(text) and degraded(text.splitlines()) == ("CUDA graphs off",)
+    failure = classify(text, -9, "measure")  # its main process kills itself when a child died
+    assert (failure.failure_class, failure.phase) == (FailureClass.KILLED, "measure")
+    assert failure.cause.startswith(f"{who} was killed by SIGKILL")
 
 
 def test_a_hung_fusion_is_named_by_what_it_did_last() -> None:
