@@ -6,6 +6,7 @@ FastverifyError
 │   └── PreflightError   the machine is not ready: GPUs busy, a port taken, no disk
 ├── EngineError          an engine failed to launch, answer or stay alive; carries a `Failure`
 ├── MeasurementError     figures could not be taken, or must not be trusted
+├── ClusterError         Ray died under a study; nothing is known of the trial in flight
 ├── TeardownError        an engine's remains could not be proven gone; the node is not used again
 └── PromotionError       a configuration may not be promoted: says which gate refused it
 """
@@ -87,6 +88,10 @@ class EngineError(FastverifyError):
 
 class MeasurementError(FastverifyError):
     """Figures could not be taken, or must not be trusted."""
+
+
+class ClusterError(FastverifyError):
+    """Ray itself died under a study: no fault of the configuration that was being tried."""
 
 
 class TeardownError(FastverifyError):

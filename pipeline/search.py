@@ -20,7 +20,7 @@ from ray import tune
 from ray.tune.search import Searcher as TuneSearcher
 
 from pipeline.config import EngineConfig
-from pipeline.errors import FastverifyError, MeasurementError
+from pipeline.errors import ClusterError, FastverifyError, MeasurementError
 from pipeline.lossless import GreedyOutput, Reference
 from pipeline.proposer import Done, Proposal, Proposer, Wait
 from pipeline.readback import read_back
@@ -175,18 +175,25 @@ def trainable(config: dict[str, Any], bench: Bench) -> None:
 
 
 def sweep(bench: Bench, nodes: Sequence[str], number: int | None = None) -> list[str]:
-    """Take down the engines of a study, or of one trial, on every node; return what is left, in words."""
+    """Take down the engines of a study, or of one trial, on every node; return what is left, in words.
+
+    Where Ray has died the engines' owners have, too: on this node what they left is looked for without it.
+    """
+    try:
+        return _sweep(bench, nodes, number)
+    except ray.exceptions.RayError as error:
+        folder = bench.trials if number is None else bench.trial_dir(number)
+        elsewhere = [f"engines on other nodes could not be looked for: {type(error).__name__}"] * (len(nodes) > 1)
+        return _reap(str(folder)) + elsewhere
+
+
+def _sweep(bench: Bench, nodes: Sequence[str], number: int | None = None) -> list[str]:
     prefix, folder = (bench.apps, bench.trials) if number is None else (bench.app(number), bench.trial_dir(number))
     clean = ray.remote(num_cpus=0)(_reap)
-    try:
-        left = [f"Ray Serve still has {name}" for name in stale_apps(prefix) if not delete_app(name)]
-        alive = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        asked = [
-            clean.options(resources={f"node:{node}": 0.001}).remote(str(folder)) for node in nodes if node in alive
-        ]
-        return left + [problem for found in ray.get(asked, timeout=SWEEP_S) for problem in found]
-    except ray.exceptions.RayError as error:
-        return [f"engines that could not be looked for: {type(error).__name__}: {error}"]
+    left = [f"Ray Serve still has {name}" for name in stale_apps(prefix) if not delete_app(name)]
+    alive = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    asked = [clean.options(resources={f"node:{node}": 0.001}).remote(str(folder)) for node in nodes if node in alive]
+    return left + [problem for found in ray.get(asked, timeout=SWEEP_S) for problem in found]
 
 
 def _reap(folder: str) -> list[str]:
@@ -333,10 +340,18 @@ class Desk:
         return judge(outcome, Reference.model_validate_json(text) if text else None)
 
     def lost(self, proposal: Proposal, crash: str | None = None) -> TrialRecord:
-        """The record of a trial whose own process failed or died; its engine is taken down."""
+        """The record of a trial whose own process failed or died; its engine is taken down.
+
+        Raises:
+            ClusterError: it died because Ray did; the trial comes back when the study is resumed.
+        """
         lines = tuple((crash or "the trial's own process died before it could report").strip().splitlines())
         kind, cause = FailureClass.CRASH if crash else FailureClass.KILLED, lines[-1]
-        if left := sweep(self.bench, self.nodes, proposal.number):
+        try:
+            left = _sweep(self.bench, self.nodes, proposal.number)
+        except ray.exceptions.RayError as error:
+            raise ClusterError(f"Ray has died ({type(error).__name__}); go on with --resume") from error
+        if left:
             kind, cause = FailureClass.TEARDOWN, f"{cause}; left: {'; '.join(left)}"
         failure = Failure(failure_class=kind, cause=cause, phase="trial", log_tail=lines[-40:])
         return TrialRecord(
@@ -373,6 +388,8 @@ def run_search(adapter: Adapter, bench: Bench, storage: Path) -> None:
             failure_config=tune.FailureConfig(max_failures=0),
         ),
     )
+    # What it says at length, records say in words; its own state is not read back, so that a full disk is no loss.
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     try:
         tuner.fit()
     finally:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from pipeline import search
 from pipeline.config import EngineConfig
-from pipeline.errors import FastverifyError
+from pipeline.errors import ClusterError, FastverifyError
 from pipeline.proposer import Done, Proposal, Proposer, Wait
 from pipeline.records import Failure, FailureClass, Role, Topology, TrialRecord
 from pipeline.ruler import MeasurePlan
@@ -45,7 +46,7 @@ def shown() -> list[str]:
 
 @pytest.fixture
 def desk(study: Study, bench: Bench, shown: list[str], monkeypatch: pytest.MonkeyPatch) -> Desk:
-    monkeypatch.setattr(search, "sweep", lambda *_: [])
+    monkeypatch.setattr(search, "_sweep", lambda *_: [])
     return Desk(
         study, bench, (), (lambda kept: shown.append(f"kept {kept.number}"),),
         lambda proposal, _: shown.append(f"start {proposal.number}"),
@@ -105,13 +106,31 @@ def test_a_trial_that_dies_without_a_word_is_a_record_that_says_so(desk: Desk, s
 
 
 def test_what_is_left_behind_stops_the_study(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "sweep", lambda *_: ["port 1: sglang (pid 2) cannot be killed"])
+    monkeypatch.setattr(search, "_sweep", lambda *_: ["port 1: sglang (pid 2) cannot be killed"])
     adapter = Adapter(proposer(), desk, slots=1)
     adapter.suggest("a")
     adapter.on_trial_complete("a", error=True)
     assert adapter.left is not None
     assert "pid 2" in adapter.left
     assert adapter.suggest("b") == Adapter.FINISHED
+
+
+def test_where_ray_died_the_trial_is_not_blamed(
+    desk: Desk, study: Study, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dead(*_: object) -> list[str]:
+        raise ray.exceptions.LocalRayletDiedError
+
+    monkeypatch.setattr(search, "_sweep", dead)
+    adapter = Adapter(proposer(), desk, slots=1)
+    adapter.suggest("a")
+    adapter.on_trial_complete("a", error=True)
+    assert study.records() == [], "it comes back when the study is resumed"
+    assert adapter.suggest("b") == Adapter.FINISHED
+    with pytest.raises(ClusterError, match=r"Ray has died \(LocalRayletDiedError\); go on with --resume"):
+        adapter.raise_fault()
+    assert search.sweep(bench, ("10.0.0.1",)) == [], "this node was looked at without Ray"
+    assert "on other nodes could not be looked for" in search.sweep(bench, ("10.0.0.1", "10.0.0.2"))[0]
 
 
 def test_a_full_disk_ends_the_run_with_one_line(desk: Desk, study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
