@@ -109,6 +109,13 @@ def doubts(profiles: Sequence[StepProfile]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def busy_shares(profiles: Sequence[StepProfile]) -> tuple[str, ...]:
+    """In words, how much of its step each configuration's first rank works."""
+    first = {p.label: p for p in reversed(profiles) if p.measured_step_ms and p.idle_ms is not None}
+    shares = {label: p.busy_ms / (p.measured_step_ms or p.step_ms) for label, p in first.items()}
+    return tuple(f"{label}: the GPU works for {shares[label]:.0%} of a step." for label in sorted(shares))
+
+
 def parse(
     events: Iterable[dict[str, Any]], *, rank: str = "TP-0", label: str = "", shapes: Shapes | None = None
 ) -> StepProfile:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.anatomy import Anatomy, WhatIf
-from pipeline.profile import StepProfile, doubts
+from pipeline.profile import StepProfile, busy_shares, doubts
 from pipeline.records import Estimate
 from pipeline.reporting.model import Cost, Crossover, LoadAdvice, Point, Report, Row
 
@@ -290,7 +290,7 @@ def _profiles(report: Report) -> Section | None:
             "on the GPU leaves of it: launches, gaps, waiting for other ranks. Profiled is the step slowed by it.",
         ),
         table=Table(columns, rows, frozenset(range(2, 9))),
-        after=doubts(report.profiles),
+        after=(*busy_shares(report.profiles), *doubts(report.profiles)),
         figures=("step_time",),
     )
 

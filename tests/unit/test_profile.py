@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.capture import capture, decode_step_ms, profile_engine, rank_of, targets
 from pipeline.errors import MeasurementError
-from pipeline.profile import StepProfile, doubts, parse
+from pipeline.profile import StepProfile, busy_shares, doubts, parse
 from pipeline.store import Study
 from pipeline.trace import gpu_work, kind_of, learn, load_trace
 from tests.fakes.fake_study import WINNER, full_study
@@ -58,6 +58,9 @@ def test_parts_add_up_to_the_step_that_was_timed_without_the_profiler() -> None:
     assert measured.parts_ms["idle"] == pytest.approx(0.05)  # the profiled step idles for 0.2
     assert measured.overhead is not None and measured.overhead > 0.03
     assert doubts([measured]) == ()
+    share = measured.busy_ms / (measured.busy_ms + 0.05)
+    assert busy_shares([measured]) == (f": the GPU works for {share:.0%} of a step.",)
+    assert busy_shares([profiled]) == ()
 
 
 def test_work_that_is_longer_than_the_step_is_said() -> None:
