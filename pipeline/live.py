@@ -102,7 +102,8 @@ class Board:
         left = (self._expected or 0) - len(self._durations)
         if left <= 0 or not self._durations:
             return ""
-        return f" (about {left * sum(self._durations) / len(self._durations) / 60:.0f} min left)"
+        minutes = left * sum(self._durations) / len(self._durations) / 60
+        return f" (about {minutes:.0f} min left)" if minutes >= 1 else " (less than a minute left)"
 
     def _table(self) -> Table:
         from rich.table import Table

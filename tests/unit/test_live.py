@@ -37,7 +37,7 @@ def test_off_a_terminal_each_phase_and_each_end_is_one_line(capsys: pytest.Captu
     assert lines[1].startswith(
         "trial   1  search    NGRAM draft=8: ok: 100.0 tok/s (extract.c8), accept length 2.50, 0 s"
     )
-    assert lines[1].endswith("min left)")
+    assert lines[1].endswith("(less than a minute left)")
     assert lines[2].startswith("trial   2  search    NGRAM draft=8: failed: collective (NCCL error)")
     assert len(lines) == 3
 
@@ -69,7 +69,7 @@ def test_on_a_terminal_the_table_shows_figures_and_the_time_left(capsys: pytest.
         board.start(2, "search", "none")
     said = capsys.readouterr().out
     assert "engine: sglang" in said
-    assert "min left" in said
+    assert "minute left" in said
     assert "100.0" in said
     assert "queued" in said
 
