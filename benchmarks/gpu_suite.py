@@ -62,7 +62,7 @@ def collectives(name: str) -> Step:
     def argv(state: Path, seconds: float) -> list[str]:
         return [
             sys.executable, "-m", "pipeline.collectives", str(SPACES / f"{name}.yaml"),
-            "--out", str(state / "collectives.json"), "--seconds", str(int(min(90, seconds - 15))),
+            "--out", str(state / "collectives.json"), "--seconds", str(int(min(55, seconds - 15))),
         ]  # fmt: skip
 
     return Step("collectives", "command", argv)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.screening import Result, Screening
 
 FILE = "collectives.json"  # in a study's folder
-SECONDS = 90.0
+SECONDS = 55.0  # with starting and ending, under a minute
 TRUSTED = 0.7  # a rank correlation with the trials below this: screening stays off
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -110,6 +110,7 @@ def benchmark(
         dropped=screening.screen(timed.results, floor),
         left_out=left_out,
         seconds=timed.seconds,
+        stages_s=timed.stages_s,
         versions=timed.versions,
         topology=topology,
     )
@@ -200,7 +201,7 @@ def lines(found: Screening) -> list[str]:
     width = max(len(result.name) for result in tried)
     out = [
         f"{found.model}: {found.shape.all_reduces} all-reduces and one all-gather a step, {found.ranks} ranks; "
-        f"{len(found.results)} settings in {found.seconds:.0f} s",
+        f"{len(found.results)} settings in {found.seconds:.0f} s{_stages(found)}",
         f"milliseconds a step, by its tokens; differences below {found.noise:.1%} count as none",
         f"{'':{width}}  " + " ".join(f"{message.tokens:>8}" for message in found.messages),
     ]
@@ -208,7 +209,14 @@ def lines(found: Screening) -> list[str]:
     if along := len(found.results) - len(tried):
         out.append(f"{along} more settings contain one that failed or hung, and leave with it")
     out += [f"not timed: {name}: {reason}" for name, reason in found.left_out.items()]
+    if late := [result.name for result in tried if result.outcome == "not measured"]:
+        out.append(f"not reached, so still in the space: {'; '.join(late)}")
     return out + _verdict(found)
+
+
+def _stages(found: Screening) -> str:
+    parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in found.stages_s.items())
+    return f" ({parts})" if parts else ""
 
 
 def _row(result: Result, reason: str | None) -> str:

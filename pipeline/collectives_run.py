@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -55,19 +55,20 @@ _ALWAYS = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
 class Deadlines:
     """Seconds that each stage may take; `total` bounds them all."""
 
-    total: float = 90.0
+    total: float = 55.0
     imported: float = 60.0
     prepared: float = 20.0
     measured: float = 10.0
 
 
 class Timed(NamedTuple):
-    """What a run found: a result a setting, the drift of the first one, and what timed it."""
+    """What a run found: a result a setting, the drift of the first one, what timed it, and where the seconds went."""
 
     results: tuple[Result, ...]
     drift: float | None
     versions: dict[str, str]
     seconds: float
+    stages_s: dict[str, float]
 
 
 @dataclass(eq=False)
@@ -121,7 +122,7 @@ def time_settings(
             run.all(settings, max(1, min(at_once, shutil.disk_usage(_SHM).free // (_SHM_A_RANK * ranks))))
         finally:
             run.end(run.living)
-    return Timed(tuple(run.results), run.drift, run.versions, time.monotonic() - run.began)
+    return Timed(tuple(run.results), run.drift, run.versions, time.monotonic() - run.began, dict(run.stages_s))
 
 
 class _Run:
@@ -142,6 +143,7 @@ class _Run:
         self.results: list[Result] = []
         self.drift: float | None = None
         self.versions: dict[str, str] = {}
+        self.stages_s: defaultdict[str, float] = defaultdict(float)
         self.living: list[Child] = []
         self.started = 0
         self.first: Setting | None = None
@@ -260,10 +262,12 @@ class _Run:
 
     def wait(self, children: Sequence[Child], event: str, limit_s: float) -> list[Child]:
         """Those that report `event` in time; the others are noted with what became of them, and killed."""
-        deadline = time.monotonic() + min(limit_s, self.time_left())
+        began = time.monotonic()
+        deadline = began + min(limit_s, self.time_left())
         over = {event, "failed", "ended"}
         while any(not over & child.heard.keys() for child in children) and self.listen(deadline):
             pass
+        self.stages_s[_STAGES[event]] += time.monotonic() - began
         reached = [child for child in children if event in child.heard and "failed" not in child.heard]
         for child in children:
             if child not in reached:
@@ -314,7 +318,9 @@ class _Run:
         """Kill those of the children that still live, all at once, each with its whole group."""
         ending = [child for child in children if child in self.living]
         if ending:
+            began = time.monotonic()
             _kill(ending)
+            self.stages_s["end"] += time.monotonic() - began
             self.living = [child for child in self.living if child not in ending]
 
     def time_left(self) -> float:

@@ -77,9 +77,11 @@ def load_report(name: str) -> Report:
 def study_report(study: Study) -> Report:
     """The report of a study, finished or not."""
     from pipeline.reporting.build import build
-    from pipeline.reporting.facts import profiles, simulated
+    from pipeline.reporting.facts import profiles, screen, simulated
 
-    return build(study.name, study.records(), study_objective(study), profiles(study.folder), simulated(study.folder))
+    folder = study.folder
+    report = build(study.name, study.records(), study_objective(study), profiles(folder), simulated(folder))
+    return report.model_copy(update={"screen": screen(folder)})
 
 
 def study_objective(study: Study) -> ObjectiveSpec:

@@ -104,6 +104,7 @@ class Screening(Frozen):
     dropped: tuple[Dropped, ...] = ()
     left_out: dict[str, str] = Field(default_factory=dict)
     seconds: float
+    stages_s: dict[str, float] = Field(default_factory=dict)  # seconds waited for each stage, over all waves
     versions: dict[str, str] = Field(default_factory=dict)
     topology: Topology = Topology()
     spearman: float | None = None

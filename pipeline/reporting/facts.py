@@ -18,7 +18,8 @@ from pipeline.errors import InputError
 from pipeline.metrics import estimate
 from pipeline.profile import StepProfile
 from pipeline.records import Distribution, Estimate, LevelResult, TrialRecord
-from pipeline.reporting.model import Cost, FailureLine, Point, Span
+from pipeline.reporting.model import Cost, FailureLine, Point, Screen, Span
+from pipeline.screening import Screening
 
 _PHASES = {name: place for place, name in enumerate(("deploy", "launch", "ready", "warm", "measure", "", "teardown"))}
 
@@ -189,6 +190,27 @@ def simulated(folder: Path) -> tuple[Simulated, ...]:
     """Launches with a made-up accept length (`simulated/*/*.json`), by configuration, level and length."""
     found = _stored(folder, "simulated/*/*.json", Simulated)
     return tuple(sorted(found, key=lambda run: (run.name, run.level, run.asked)))
+
+
+def screen(folder: Path) -> Screen | None:
+    """The study's screen of collective settings (`collectives.json`); None where it had none."""
+    for found in _stored(folder, "collectives.json", Screening):
+        whole = {result.name for result in found.results if result.contains is None}
+        left = [(dropped.name, dropped.reason) for dropped in found.dropped if dropped.name in whole]
+        if along := len(found.dropped) - len(left):
+            left.append((f"{along} more", "contain one that failed or hung"))
+        late = [result.name for result in found.results if result.outcome == "not measured"]
+        summary = (
+            f"{len(found.results)} settings were timed without the engine, in {found.seconds:.0f} s; "
+            f"{len(found.dropped)} left the space, so no trial launched them. "
+            f"Differences below {found.noise:.1%} of a step count as none."
+        )
+        return Screen(
+            summary=summary,
+            left=tuple(left),
+            unreached=f"Not reached, so still in the space: {'; '.join(late)}." if late else "",
+        )
+    return None
 
 
 def _stored(folder: Path, pattern: str, kind: type[T]) -> list[T]:

@@ -133,6 +133,14 @@ class Comparison(Frozen):
     verdict: str
 
 
+class Screen(Frozen):
+    """Collective settings timed without the engine, before the search."""
+
+    summary: str
+    left: tuple[tuple[str, str], ...] = ()  # a setting, and why it left the space
+    unreached: str = ""  # what there was no time for: it stayed in the space
+
+
 class Report(Frozen):
     """Everything a report says. Empty parts are left out by the renderings."""
 
@@ -152,6 +160,7 @@ class Report(Frozen):
     what_if: WhatIf | None = None
     simulated: tuple[Simulated, ...] = ()  # launches with a made-up accept length; never in the ranking
     collectives: CollectiveShare | None = None
+    screen: Screen | None = None
     misfits: tuple[str, ...] = ()
     profiles: tuple[StepProfile, ...] = ()
     load: LoadAdvice | None = None

@@ -78,6 +78,7 @@ def sections(report: Report) -> tuple[Section, ...]:
         _what_if(report),
         _simulated(report),
         _collectives(report),
+        _screen(report),
         _profiles(report),
         _load(report),
         _parallel(report),
@@ -273,6 +274,18 @@ def _collectives(report: Report) -> Section | None:
     if not text and not report.misfits:
         return None
     return Section("What does not fit" if report.misfits else "Collectives", text=text + report.misfits)
+
+
+def _screen(report: Report) -> Section | None:
+    if report.screen is None:
+        return None
+    left, unreached = report.screen.left, report.screen.unreached
+    return Section(
+        "Collective settings screened out",
+        text=(report.screen.summary,),
+        table=Table(("setting", "why it left"), left) if left else None,
+        after=(unreached,) if unreached else (),
+    )
 
 
 def _profiles(report: Report) -> Section | None:

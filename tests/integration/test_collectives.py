@@ -61,6 +61,8 @@ def test_each_setting_is_timed_under_its_own_variables() -> None:
     assert timed.results[0].times[0].all_reduce_us == pytest.approx(10)
     assert timed.drift == pytest.approx(0, abs=1e-9)
     assert timed.versions["nccl"] == "2.27.5"
+    assert set(timed.stages_s) == {"import", "communicator, warm-up and capture", "measurement", "end"}
+    assert timed.seconds / 2 < sum(timed.stages_s.values()) <= timed.seconds  # all that is waited for is told
 
 
 def test_tree_fails_at_the_all_gather_and_takes_what_contains_it_along() -> None:

@@ -276,6 +276,11 @@ def test_the_text_says_what_leaves_and_why() -> None:
     assert "Tree    leaves: failed: no algorithm" in text
     assert "Ring     1.500    2.500  leaves: dominated by base: 1.25 to 1.50" in text
     assert "not timed: fusion: a kernel" in text
+    assert "3 settings in 9 s\n" in text and "not reached" not in text
+    late = result("LL", outcome="not measured", times=(), cause="no time was left")
+    more = "\n".join(lines(screening(results=(*screening().results, late), stages_s={"import": 4.4, "end": 0.2})))
+    assert "4 settings in 9 s (import 4 s, end 0 s)" in more
+    assert "not reached, so still in the space: LL" in more
     assert "Spearman" not in text
     assert "Spearman with the trials: 0.50 over 8 measurements; leave" in lines(screening(spearman=0.5, pairs=8))[-1]
     assert "may be used" in lines(screening(spearman=0.8, pairs=8))[-1]

@@ -321,3 +321,21 @@ def test_a_wrong_question_is_one_line_and_exit_code_2(words: tuple[str, ...]) ->
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_a_screen_of_collective_settings_says_what_left_the_space_and_why(tmp_path: Path) -> None:
+    folder = full_study().write(tmp_path)
+    assert "screened out" not in render(load_report(str(folder)))
+    measured = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu2" / "collectives.json"
+    (folder / "collectives.json").write_bytes(measured.read_bytes())
+    found = load_report(str(folder))
+    assert found.screen is not None
+    assert [name for name, _ in found.screen.left] == [
+        "nccl_algo=Tree", "nccl_algo=Ring nccl_buffsize=1048576 nccl_proto=Simple", "17 more",
+    ]  # fmt: skip
+    for form in ("text", "markdown"):
+        text = " ".join(render(found, form).split())
+        assert "72 settings were timed without the engine, in 71 s; 19 left the space" in text
+        assert "algorithm/protocol available" in text
+        assert "Not reached, so still in the space: " in text
+    assert "Collective settings screened out" in render_html(found)
