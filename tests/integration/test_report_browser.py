@@ -87,6 +87,7 @@ def test_dark_mode_and_print_are_readable(browser: Any, page_file: Path) -> None
     page.emulate_media(color_scheme="light")
     page.wait_for_function(f"{fill} === 'rgb(31, 35, 40)'", timeout=LIMIT_MS)
     page.emulate_media(color_scheme="dark")
+    page.wait_for_function(f"{fill} === 'rgb(230, 232, 235)'", timeout=LIMIT_MS)
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")  # paper is white, and narrower than a screen
     page.wait_for_function(f"{fill} === 'rgb(0, 0, 0)'", timeout=LIMIT_MS)
     plot = page.locator("[data-figure=break_even] .main-svg").first
