@@ -28,7 +28,7 @@ from pipeline.spec import Budget, SamplerName, SearchSpec
 
 NEAR = 0.98
 AIM = 0.5
-SAMPLERS: tuple[SamplerName, ...] = ("random", "surrogate", "tpe", "quasi-random", "gp")
+SAMPLERS: tuple[SamplerName, ...] = ("random", "surrogate", "gp", "tpe", "quasi-random")
 Results = dict[str, dict[str, list[int | None]]]  # surface, sampler, a count per seed; None is not reached
 app = typer.Typer(add_completion=False)
 
