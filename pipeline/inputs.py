@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shlex
+import shutil
+from collections.abc import Callable, Mapping
 
 from pipeline import checkpoints
 from pipeline.engine_space import Space
@@ -11,6 +13,7 @@ from pipeline.models import MODELS, folder, known
 from pipeline.space import SpaceSpec
 from pipeline.workload import load_prompts, read_trace
 from pipeline.yamlfile import Key
+from serve.engines.sglang import COMMAND_VARIABLE
 
 
 def check_models(spec: SpaceSpec, part: Space) -> None:
@@ -24,6 +27,19 @@ def check_models(spec: SpaceSpec, part: Space) -> None:
                 expected="a small model's name, a folder with a config.json, or a hub id such as org/name",
                 nearest=nearest(model, MODELS),
             )  # fmt: skip
+
+
+def check_command(environment: Mapping[str, str]) -> None:
+    """Whether the command in SGLang's place, where one is stated, is one. InputError otherwise."""
+    stated = environment.get(COMMAND_VARIABLE)
+    if stated is None:
+        return
+    try:
+        words = shlex.split(stated)
+    except ValueError as error:
+        raise InputError(f"{error}: {stated}", key=COMMAND_VARIABLE, expected="a command line") from None
+    if words and shutil.which(words[0]) is None:
+        raise InputError(f"no program {words[0]!r}", key=COMMAND_VARIABLE, expected="a command that can be run here")
 
 
 def check_workload(spec: SpaceSpec, part: Space) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 from pipeline.config import EngineConfig, Frozen
 
@@ -200,7 +200,7 @@ class LosslessResult(Frozen):
 class Topology(Frozen):
     """The machine as a fingerprint. Unknown is None and keeps a dimension alive."""
 
-    gpu_count: int = 0
+    gpu_count: NonNegativeInt = 0
     gpu_model: str | None = None
     sm: int | None = None  # 90 for Hopper, 120 for RTX PRO 6000
     peer_access: bool | None = None

@@ -11,7 +11,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.errors import PreflightError
+from pydantic import ValidationError
+
+from pipeline.errors import InputError, PreflightError
 from pipeline.records import Topology
 from serve import nvml, procfs
 
@@ -28,9 +30,12 @@ def probe() -> Topology:
     """The fingerprint of this machine's visible GPUs; without GPUs only the CPU and the name.
 
     `FASTVERIFY_TOPOLOGY` (a Topology as JSON) is believed instead, to rehearse a study without its machine.
+
+    Raises:
+        InputError: that variable holds no Topology.
     """
     if REHEARSAL in os.environ:
-        return Topology.model_validate_json(os.environ[REHEARSAL])
+        return _stated(os.environ[REHEARSAL])
     host: dict[str, Any] = {"cpu_count": os.cpu_count(), "hostname": socket.gethostname()}
     with nvml.session() as lib:
         handles = _visible(lib) if lib is not None else {}
@@ -47,6 +52,17 @@ def probe() -> Topology:
             driver=_text(nvml.attempt(lib, lib.nvmlSystemGetDriverVersion)),
             **host,
         )
+
+
+def _stated(text: str) -> Topology:
+    try:
+        return Topology.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise InputError(
+            f"{name}: {first['msg']}".removeprefix(": "), key=REHEARSAL, expected='JSON such as {"gpu_count": 8}'
+        ) from None
 
 
 def _text(value: str | bytes | None) -> str | None:

@@ -144,7 +144,7 @@ def _resolve(spec: SpaceSpec, *, dry_run: bool) -> tuple[Topology, str | None, E
 
     A dry run may assume the machine that the file states, so that a space can be checked anywhere.
     """
-    from pipeline.inputs import check_models, check_workload
+    from pipeline.inputs import check_command, check_models, check_workload
     from pipeline.space import EngineChoice, choose_engine
     from pipeline.topology import probe
 
@@ -161,6 +161,8 @@ def _resolve(spec: SpaceSpec, *, dry_run: bool) -> tuple[Topology, str | None, E
         part.check_paths()
     if choice.engine == "embedded":
         check_models(spec, part)
+    elif not dry_run:
+        check_command(os.environ)
     check_workload(spec, part)
     return topology, release or part.release, choice, part
 

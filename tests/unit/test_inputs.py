@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import InputError
-from pipeline.inputs import check_models, check_workload
+from pipeline.inputs import check_command, check_models, check_workload
 from pipeline.space import SpaceSpec, load_space
 
 SPACE = """\
@@ -80,6 +80,20 @@ def test_a_bad_row_is_named_in_its_own_file(tmp_path: Path, stated: str, row: st
     error = _error(_load(tmp_path, **{name: value.replace("FILE", str(file))}))
     assert (error.source, error.line) == (str(file), 2)
     assert words in error.problem
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [("python 'x", "No closing quotation: python 'x"), ("/no/such/program --x", "no program '/no/such/program'")],
+)
+def test_a_command_that_cannot_be_run_in_the_engines_place(stated: str, words: str) -> None:
+    with pytest.raises(InputError, match=f"^FASTVERIFY_SGLANG_COMMAND: {words}"):
+        check_command({"FASTVERIFY_SGLANG_COMMAND": stated})
+
+
+def test_a_command_that_can_or_none() -> None:
+    for environment in ({}, {"FASTVERIFY_SGLANG_COMMAND": ""}, {"FASTVERIFY_SGLANG_COMMAND": "sh -c 'exec x'"}):
+        check_command(environment)
 
 
 def test_a_model_that_cannot_be_had(tmp_path: Path) -> None:

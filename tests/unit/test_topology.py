@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline import topology
-from pipeline.errors import PreflightError
+from pipeline.errors import InputError, PreflightError
 from serve import nvml
 
 
@@ -178,3 +178,17 @@ def test_a_taken_port_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(PreflightError, match=f"port {port} is taken"):
             topology.preflight(0, tmp_path, ports=[port])
     topology.preflight(0, tmp_path, ports=[port])
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        ("{bad", "Invalid JSON"),
+        ('{"gpus": 8}', "gpus: Extra inputs"),
+        ('{"gpu_count": -8}', "gpu_count: Input should be"),
+    ],
+)
+def test_a_stated_machine_that_is_none(monkeypatch: pytest.MonkeyPatch, stated: str, words: str) -> None:
+    monkeypatch.setenv("FASTVERIFY_TOPOLOGY", stated)
+    with pytest.raises(InputError, match=f'^FASTVERIFY_TOPOLOGY: {words}.*; expected JSON such as ."gpu_count": 8'):
+        topology.probe()
