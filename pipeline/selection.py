@@ -344,9 +344,10 @@ def _unconfirmed(base: Row, challengers: list[Row], noise: Noise) -> tuple[Row, 
         (noise.floor or ASSUMED_NOISE) * statistics.NormalDist().inv_cdf(1 - ERROR_RATE / 2 / len(challengers)),
     )
     ahead = best.gain or 0.0
+    luck = f"luck alone could make the best of {len(challengers)} look {bar:.1%} better"
     if ahead > bar:
-        return best, False, f"unconfirmed: {ahead:+.1%} in the search, above the {bar:.1%} that luck could give"
-    return base, False, f"unconfirmed: the best of {len(challengers)} is {ahead:+.1%}, luck could give {bar:.1%}"
+        return best, False, f"unconfirmed: {ahead:+.1%} over the baseline in the search, where {luck}"
+    return base, False, f"unconfirmed: the best is {ahead:+.1%} over the baseline, and {luck}; the baseline stays"
 
 
 def pareto(ranking: Sequence[Row], goals: Sequence[Goal]) -> tuple[Row, ...]:
