@@ -217,7 +217,8 @@ def _search(
 ) -> Adapter:
     """Search on a running cluster; whatever happens, no engine of the study outlives this."""
     from pipeline.collectives import study_screen
-    from pipeline.search import Adapter, Desk, run_search, sweep
+    from pipeline.search import Adapter, Desk, run_search
+    from pipeline.sweeping import sweep
 
     bench = _bench(job, study)
     desk = Desk(

@@ -29,18 +29,15 @@ from pipeline.reporting.command import pasteable
 from pipeline.ruler import MeasurePlan, Ruler
 from pipeline.spec import Limits, ObjectiveSpec
 from pipeline.store import Study
+from pipeline.sweeping import sweep_by_ray
 from pipeline.tokens import token_counter
 from pipeline.topology import gpu_state
 from pipeline.trial import Outcome, TrialRequest, judge, run_trial
-from serve.deployment import TAKEN_AWAY, Deployed, EngineOptions, delete_app, stale_apps
+from serve.deployment import TAKEN_AWAY, Deployed, EngineOptions
 from serve.engines.logs import second_try
 from serve.environment import SLOT
-from serve.process import reap
 
 log = logging.getLogger(__name__)
-
-OWNER_S = 30.0  # a worker whose driver was killed notices and ends within seconds
-SWEEP_S = 300.0
 
 _GREEDY = TypeAdapter(tuple[GreedyOutput, ...])
 
@@ -174,36 +171,6 @@ def trainable(config: dict[str, Any], bench: Bench) -> None:
     tune.report({"record": outcome.record.model_dump_json(), "greedy": greedy})
 
 
-def sweep(bench: Bench, nodes: Sequence[str], number: int | None = None) -> list[str]:
-    """Take down the engines of a study, or of one trial, on every node; return what is left, in words.
-
-    Where Ray has died the engines' owners have, too: on this node what they left is looked for without it.
-    """
-    try:
-        return _sweep(bench, nodes, number)
-    except ray.exceptions.RayError as error:
-        folder = bench.trials if number is None else bench.trial_dir(number)
-        elsewhere = [f"engines on other nodes could not be looked for: {type(error).__name__}"] * (len(nodes) > 1)
-        return _reap(str(folder)) + elsewhere
-
-
-def _sweep(bench: Bench, nodes: Sequence[str], number: int | None = None) -> list[str]:
-    prefix, folder = (bench.apps, bench.trials) if number is None else (bench.app(number), bench.trial_dir(number))
-    clean = ray.remote(num_cpus=0)(_reap)
-    left = [f"Ray Serve still has {name}" for name in stale_apps(prefix) if not delete_app(name)]
-    alive = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    asked = [clean.options(resources={f"node:{node}": 0.001}).remote(str(folder)) for node in nodes if node in alive]
-    return left + [problem for found in ray.get(asked, timeout=SWEEP_S) for problem in found]
-
-
-def _reap(folder: str) -> list[str]:
-    """On a node: end engines without an owner; an owner that is just going gets the time to."""
-    deadline = time.monotonic() + OWNER_S
-    while (left := reap(folder)) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return left
-
-
 class Adapter(TuneSearcher):
     """Tune's searcher: asks the proposer, hands records to the ledger, the tracker and the board."""
 
@@ -214,6 +181,8 @@ class Adapter(TuneSearcher):
         self._live: dict[str, Proposal] = {}
         self._started: dict[str, float] = {}
         self._last_s = 0.0  # what the next trial may take
+        self._again: list[Proposal] = []
+        self._killed: set[int] = set()
         self._fault: Exception | None = None
         self.done: str | None = None  # why the study is over
         self.halted: str | None = None  # why this driver stopped before that
@@ -228,7 +197,7 @@ class Adapter(TuneSearcher):
             return None if self._live else TuneSearcher.FINISHED
         if len(self._live) >= self._slots:
             return None
-        answer = self._proposer.propose()
+        answer = self._again.pop() if self._again else self._proposer.propose()
         for record in self._proposer.drain():
             self._desk.keep(record)  # Tune passes on what a searcher raises here
         if isinstance(answer, Done):
@@ -280,7 +249,15 @@ class Adapter(TuneSearcher):
             )
         else:
             outcome = Outcome(self._desk.lost(proposal, (result or {}).get("crash")))
+            if _was_killed(outcome.record) and proposal.number not in self._killed:
+                self._killed.add(proposal.number)
+                self._again.append(proposal)  # once more, as after an engine was killed from outside
+                return
         record = _with_rest(self._desk.judged(outcome), wall_s)
+        if proposal.number in self._killed:
+            record = record.model_copy(
+                update={"notes": (*record.notes, "second try: the first one's process was killed")}
+            )
         self._last_s = sum(record.phases_s.values())
         self._desk.keep(record)
         self._proposer.observe(record)
@@ -297,6 +274,10 @@ class Adapter(TuneSearcher):
 
     def restore(self, checkpoint_path: str) -> None:
         """Nothing: the ledger is the state."""
+
+
+def _was_killed(record: TrialRecord) -> bool:
+    return record.failure is not None and record.failure.failure_class is FailureClass.KILLED
 
 
 def _with_rest(record: TrialRecord, wall_s: float) -> TrialRecord:
@@ -348,7 +329,7 @@ class Desk:
         lines = tuple((crash or "the trial's own process died before it could report").strip().splitlines())
         kind, cause = FailureClass.CRASH if crash else FailureClass.KILLED, lines[-1]
         try:
-            left = _sweep(self.bench, self.nodes, proposal.number)
+            left = sweep_by_ray(self.bench, self.nodes, proposal.number)
         except ray.exceptions.RayError as error:
             raise ClusterError(f"Ray has died ({type(error).__name__}); go on with --resume") from error
         if left:

@@ -17,8 +17,9 @@ from pipeline.config import EngineConfig
 from pipeline.errors import EngineError, TeardownError
 from pipeline.records import FailureClass, Topology
 from pipeline.ruler import MeasurePlan
-from pipeline.search import Bench, sweep
+from pipeline.search import Bench
 from pipeline.spec import LoadSpec, ObjectiveSpec
+from pipeline.sweeping import sweep
 from serve import deployment, procfs
 from serve.deployment import TAKEN_AWAY, Deployed, EngineOptions, delete_app, stale_apps
 from serve.engines.logs import second_try

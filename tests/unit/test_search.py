@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from pipeline import search
+from pipeline import search, sweeping
 from pipeline.config import EngineConfig
 from pipeline.errors import ClusterError, FastverifyError
 from pipeline.proposer import Done, Proposal, Proposer, Wait
@@ -46,7 +46,7 @@ def shown() -> list[str]:
 
 @pytest.fixture
 def desk(study: Study, bench: Bench, shown: list[str], monkeypatch: pytest.MonkeyPatch) -> Desk:
-    monkeypatch.setattr(search, "_sweep", lambda *_: [])
+    monkeypatch.setattr(search, "sweep_by_ray", lambda *_: [])
     return Desk(
         study, bench, (), (lambda kept: shown.append(f"kept {kept.number}"),),
         lambda proposal, _: shown.append(f"start {proposal.number}"),
@@ -92,12 +92,24 @@ def test_a_node_is_given_one_trial_at_a_time(desk: Desk, shown: list[str]) -> No
     assert shown == ["start 0", "0 measure"]
 
 
-def test_a_trial_that_dies_without_a_word_is_a_record_that_says_so(desk: Desk, study: Study) -> None:
+def test_a_trial_that_dies_without_a_word_is_tried_once_more(desk: Desk, study: Study) -> None:
     adapter = Adapter(proposer(), desk, slots=1)
-    adapter.suggest("a")
+    first = adapter.suggest("a")
     adapter.on_trial_complete("a", error=True)
-    adapter.suggest("b")
-    adapter.on_trial_complete("b", {"crash": "Traceback …\nKeyError: 'x'"})
+    assert study.records() == [], "somebody killed it: the configuration is not to blame"
+    assert answer(adapter, "b", toy_search.toy_speed) == first["proposal"]
+    (kept,) = study.records()
+    assert kept.status == "ok"
+    assert kept.notes[-1] == "second try: the first one's process was killed"
+
+
+def test_a_trial_that_dies_twice_or_crashes_is_a_record_that_says_so(desk: Desk, study: Study) -> None:
+    adapter = Adapter(proposer(), desk, slots=1)
+    for trial_id in ("a", "b"):
+        adapter.suggest(trial_id)
+        adapter.on_trial_complete(trial_id, error=True)
+    adapter.suggest("c")
+    adapter.on_trial_complete("c", {"crash": "Traceback …\nKeyError: 'x'"})
     died, crashed = study.records()
     assert died.failure is not None and crashed.failure is not None
     assert died.failure.failure_class is FailureClass.KILLED
@@ -106,7 +118,7 @@ def test_a_trial_that_dies_without_a_word_is_a_record_that_says_so(desk: Desk, s
 
 
 def test_what_is_left_behind_stops_the_study(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_sweep", lambda *_: ["port 1: sglang (pid 2) cannot be killed"])
+    monkeypatch.setattr(search, "sweep_by_ray", lambda *_: ["port 1: sglang (pid 2) cannot be killed"])
     adapter = Adapter(proposer(), desk, slots=1)
     adapter.suggest("a")
     adapter.on_trial_complete("a", error=True)
@@ -121,7 +133,8 @@ def test_where_ray_died_the_trial_is_not_blamed(
     def dead(*_: object) -> list[str]:
         raise ray.exceptions.LocalRayletDiedError
 
-    monkeypatch.setattr(search, "_sweep", dead)
+    for module in (search, sweeping):
+        monkeypatch.setattr(module, "sweep_by_ray", dead)
     adapter = Adapter(proposer(), desk, slots=1)
     adapter.suggest("a")
     adapter.on_trial_complete("a", error=True)
@@ -129,8 +142,8 @@ def test_where_ray_died_the_trial_is_not_blamed(
     assert adapter.suggest("b") == Adapter.FINISHED
     with pytest.raises(ClusterError, match=r"Ray has died \(LocalRayletDiedError\); go on with --resume"):
         adapter.raise_fault()
-    assert search.sweep(bench, ("10.0.0.1",)) == [], "this node was looked at without Ray"
-    assert "on other nodes could not be looked for" in search.sweep(bench, ("10.0.0.1", "10.0.0.2"))[0]
+    assert sweeping.sweep(bench, ("10.0.0.1",)) == [], "this node was looked at without Ray"
+    assert "on other nodes could not be looked for" in sweeping.sweep(bench, ("10.0.0.1", "10.0.0.2"))[0]
 
 
 def test_a_full_disk_ends_the_run_with_one_line(desk: Desk, study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
