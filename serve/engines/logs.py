@@ -151,7 +151,7 @@ _CAUSES = (
     _cause(r"selected index k out of range", _F.CONFIG_INVALID, "the draft tree is too small for its draft tokens: {}"),
     _cause(r"allreduce fusion requires", _F.CONFIG_INVALID, "FlashInfer fusion is not for this GPU: {}"),
     _cause(
-        r"Repo id must be in the form|is not a local folder|does not appear to have a file",
+        r"Repo id must be in the form|is not a local folder|does not appear to have a file|is not a file\.",
         _F.CONFIG_INVALID,
         "no such model: {}",
     ),

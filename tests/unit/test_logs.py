@@ -187,6 +187,20 @@ def test_kill_9_of_a_real_process_is_no_crash(name: str, who: str) -> None:
     assert failure.cause.startswith(f"{who} was killed by SIGKILL")
 
 
+@pytest.mark.parametrize(
+    ("name", "failure_class", "phase", "cause"),
+    [
+        ("ngram", FailureClass.CRASH, "load", "has no attribute 'copy_all_layer_kv_cache_cpu'"),
+        ("triton", FailureClass.CRASH, "warm-up", "RuntimeError: 0 active drivers"),
+        ("gguf", FailureClass.CONFIG_INVALID, "load", "no such model: ValueError: /models/smollm2-135m-0.1.2 is not a"),
+    ],
+)
+def test_what_a_cpu_lacks_is_named(name: str, failure_class: FailureClass, phase: str, cause: str) -> None:
+    failure = classify(fixture(name, CPU_FIXTURES), -9, "launch")
+    assert (failure.failure_class, failure.phase) == (failure_class, phase)
+    assert cause in failure.cause
+
+
 def test_a_hung_fusion_is_named_by_what_it_did_last() -> None:
     failure = logs.stalled(fixture("tp2_fusion"), 180)
     assert failure.failure_class is FailureClass.HANG
