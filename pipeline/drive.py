@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import ClusterError, InputError, PreflightError
+from pipeline.errors import InputError, PreflightError
 from pipeline.interrupts import Interrupts
 from pipeline.live import Board
 from pipeline.store import RUNS, Study, check_root
@@ -237,9 +237,6 @@ def _search(
         run_search(adapter, bench, study.folder)
     except KeyboardInterrupt:
         adapter.interrupt()
-    except ClusterError as error:
-        board.say(f"stopped: {error}")  # now: Ray may end this process when it is shut down without its raylet
-        raise
     finally:
         interrupts.hold()
         if left := sweep(bench, nodes):
