@@ -102,7 +102,7 @@ def _measure(front: str, port: int, streams: list[int], rounds: int, seconds: fl
     from ray import serve
     from ray.serve.config import HTTPOptions
 
-    ray.init(include_dashboard=False, log_to_driver=False, num_gpus=1)
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, num_gpus=1)
     rows = []
     try:
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))

@@ -46,7 +46,7 @@ def main(
     from ray import serve
     from ray.serve.config import HTTPOptions
 
-    ray.init(include_dashboard=False, log_to_driver=False, num_gpus=2)
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, num_gpus=2)
     try:
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
         rows = _exchanges(f"http://127.0.0.1:{port}", streams, start_ms)

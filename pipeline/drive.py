@@ -319,13 +319,24 @@ def _close(job: Job, study: Study, adapter: Adapter, tracker: Tracker, board: Bo
     html = write_html(report, study.folder / "report.html")
     tracker.finish(_outcome(selection, report), [html], _ending(adapter))
     board.say(render(report, "text").rstrip("\n"))
-    board.say(f"\nreport: {html}\nMLflow: make ui, then open http://127.0.0.1:5000 (study {study.name})")
+    board.say(f"\nreport: {html}\nMLflow: {_pages(job)} (study {study.name})")
     if adapter.left:
         board.say(adapter.left)
     if adapter.done is None:
         runs = "" if job.runs == RUNS else f" --runs {job.runs}"
         again = f"python -m pipeline.tune --resume {study.name}{runs}"
         board.say(f"stopped: {adapter.halted}. Go on with: {again}")
+
+
+def _pages(job: Job) -> str:
+    """Where to look at a study in MLflow, in words."""
+    uri = _tracking_uri(job)
+    if uri == "none":
+        return "nothing logged"
+    if not uri.startswith(f"sqlite:///{job.runs.resolve()}"):
+        return f"on {uri.rpartition('@')[2]}"  # without a password
+    command = "make ui" if job.runs == RUNS else f"python -m pipeline.ui --runs {job.runs}"
+    return f"{command}, then open http://127.0.0.1:5000"
 
 
 def _ending(adapter: Adapter) -> Ending:

@@ -71,7 +71,7 @@ def _serve(service: Service, stop: threading.Event) -> None:
     # The slot lets `pipeline.promote --address auto` measure on this cluster.
     resources: dict[str, float] = {SLOT: 1}
     ray.init(
-        include_dashboard=False, log_to_driver=False, configure_logging=False, resources=resources,
+        address="local", include_dashboard=False, log_to_driver=False, configure_logging=False, resources=resources,
         num_gpus=probe().gpu_count,
     )  # fmt: skip
     try:

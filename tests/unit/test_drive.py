@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from pipeline.errors import InputError
 from pipeline.live import Board
 from pipeline.records import Topology
 from pipeline.space import EngineChoice, Overrides, load_space
-from pipeline.store import Study
+from pipeline.store import RUNS, Study
 from pipeline.tracking import Ending, NullTracker
 from tests.fakes.toy_search import record
 
@@ -78,6 +79,19 @@ def test_the_end_says_how_to_go_on_and_what_is_left(job: Job, capsys: pytest.Cap
     drive._close(job, study, ended(done="enough"), NullTracker(), Board(tty=False))
     assert (study.facts["finished"], study.facts["ended"]) == (True, "enough")
     assert (study.folder / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        (None, "python -m pipeline.ui --runs "),
+        ("none", "nothing logged"),
+        ("http://me:secret@host:5000", "on host:5000"),
+    ],
+)
+def test_the_end_says_where_mlflow_shows_the_study(job: Job, uri: str | None, said: str) -> None:
+    assert drive._pages(replace(job, tracking_uri=uri)).startswith(said)
+    assert drive._pages(replace(job, runs=RUNS, tracking_uri=None)).startswith("make ui")
 
 
 class Told(NullTracker):
