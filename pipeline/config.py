@@ -120,8 +120,12 @@ class EngineConfig(Frozen):
         text = json.dumps(self.model_dump(mode="json", exclude_none=True), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
-    def words(self) -> str:
-        """A short description for tables, such as `NGRAM draft=8 nccl_proto=LL`, without what is usual for n-grams."""
+    def words(self, beside: EngineConfig | None = None) -> str:
+        """A short description for tables, such as `NGRAM draft=8 nccl_proto=LL`, without what is usual for n-grams.
+
+        Args:
+            beside: a configuration whose settings need not be said again, such as the baseline.
+        """
         spec = self.speculation.model_dump(exclude_none=True, exclude={"draft_model", "adaptive_config"})
         usual = NGRAM_DEFAULTS[self.engine] if spec["algorithm"] == "NGRAM" else {}
         parts = [str(spec.pop("algorithm"))]
@@ -132,9 +136,11 @@ class EngineConfig(Frozen):
         ]
         collectives = self.collectives.model_dump(exclude_none=True)
         parts += [f"{_SHORT.get(key, key)}={_word(value)}" for key, value in collectives.items()]
-        if self.attention_backend:
-            parts.append(f"attn={self.attention_backend}")
-        return " ".join(parts)
+        own = {name: getattr(self, name) for name in _ENGINE_WORDS}
+        parts += [f"{_SHORT.get(name, name)}={_word(value)}" for name, value in own.items() if value is not None]
+        parts += [f"{name}={value}" for name, value in self.env]
+        known = set(beside.words().split()) if beside is not None else set()
+        return " ".join(part for part in parts if "=" not in part or part not in known)
 
 
 # What each engine takes where an n-gram setting is not stated.
@@ -145,7 +151,19 @@ NGRAM_DEFAULTS: dict[EngineName, dict[str, int | str]] = {
     "embedded": {"num_draft_tokens": 12, "max_trie_depth": 2},
 }  # fmt: skip
 
+# The engine's own settings that two configurations of a study may differ in.
+_ENGINE_WORDS = (
+    "attention_backend", "sampling_backend", "dtype", "kv_cache_dtype", "load_format", "mem_fraction_static",
+    "cuda_graph_max_bs", "prefill_cuda_graph",
+)  # fmt: skip
+
 _SHORT = {
+    "attention_backend": "attn",
+    "sampling_backend": "sampling",
+    "kv_cache_dtype": "kv",
+    "mem_fraction_static": "mem",
+    "cuda_graph_max_bs": "graph_bs",
+    "prefill_cuda_graph": "prefill_graph",
     "num_draft_tokens": "draft",
     "num_steps": "steps",
     "eagle_topk": "topk",

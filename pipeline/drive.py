@@ -226,7 +226,7 @@ def _search(
         bench=bench,
         nodes=nodes,
         keepers=(board.finish, tracker.trial),
-        on_start=lambda proposal, left: _show(board, proposal, left),
+        on_start=lambda proposal, left: _show(board, proposal, job.space.baseline(), left),
         on_phase=lambda proposal, phase: board.phase(proposal.number, phase),
     )
     screen = study_screen(study.folder, job.space, job.release, job.topology, board.say)
@@ -244,9 +244,9 @@ def _search(
     return adapter
 
 
-def _show(board: Board, proposal: Proposal, left: int | None) -> None:
+def _show(board: Board, proposal: Proposal, baseline: EngineConfig, left: int | None) -> None:
     board.expect(left)
-    board.start(proposal.number, proposal.role, proposal.config.words())
+    board.start(proposal.number, proposal.role, proposal.config.words(beside=baseline))
 
 
 def _bench(job: Job, study: Study) -> Bench:

@@ -43,7 +43,8 @@ def test_a_baseline_that_its_second_try_changed_is_the_baseline() -> None:
     study.launches.append(first)
     study.ledger.extend(proposer._records)
     study.run(proposer)
-    assert {p.config for p in study.launches if p.role == "confirm" and p.config.words() == "none"} == {moved}
+    confirmed = {p.config for p in study.launches if p.role == "confirm"}
+    assert {config for config in confirmed if config.words(beside=moved) == "none"} == {moved}
 
 
 def test_the_budget_counts_launches_of_seeds_and_search_only() -> None:
