@@ -135,9 +135,14 @@ def _refused(probe: Probe, reply: Reply) -> Observed:
     except (ValueError, AttributeError):
         message = None
     if reply.status < 500 and message:
-        return Observed(probe=probe.name, status=reply.status, lacks=str(message)[:_TEXT_KEPT])
+        return Observed(probe=probe.name, status=reply.status, lacks=_line(str(message)))
     said = message or reply.body[:80].decode(errors="replace")
     return Observed(probe=probe.name, status=reply.status, problem=f"HTTP {reply.status}: {said}")
+
+
+def _line(message: str) -> str:
+    """A message as one line; SGLang's validation errors go on with the server's own file and line."""
+    return " ".join(message.partition("\n\n")[0].split())[:_TEXT_KEPT]
 
 
 def _ask(base_url: str, path: str, payload: Payload | None, api_key: str | None) -> Reply:

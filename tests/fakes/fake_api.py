@@ -54,7 +54,8 @@ class Api:
             result = route(request, out)
             return await result if asyncio.iscoroutine(result) else result
         except (ValueError, KeyError, TypeError) as error:
-            out.answer(400, _error(f"bad request: {error!r}"))
+            # As SGLang's validation says it: several lines, the last ones about the server's own files.
+            out.answer(400, _error(f'1 validation error:\n  {error!r}\n\n  File "/server.py", line 1, in chat'))
             return 400
 
     def _health(self, request: Request, out: Connection) -> int:

@@ -30,6 +30,8 @@ def test_two_launches_of_one_server_are_alike_and_what_it_lacks_is_listed() -> N
     result = compare(first, second, exact=True)
     assert result.passed
     assert [line.split(":")[0] for line in result.lacking] == ["context overflow", "bad request"]
+    bad = result.lacking[1]
+    assert bad.startswith("bad request: 1 validation error: ") and "\n" not in bad and "File" not in bad
     assert {"chat", "stream", "stop strings", "n > 1", "logprobs", "tools", "JSON schema"} <= set(result.probes)
 
 
