@@ -93,7 +93,7 @@ class StallClock:
     def _loading(self) -> bool:
         """Imports, then weights, until every rank says "Load weight end": bytes read, or GPU memory filled.
 
-        SGLang imports for minutes without a line where disk or cores are slow; ranks that hang read nothing.
+        SGLang imports for minutes with hardly a line where disk or cores are slow; ranks that hang read nothing.
         """
         text = self.log.text()
         if 0 < text.count("Load weight begin") <= text.count("Load weight end"):
