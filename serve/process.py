@@ -31,6 +31,7 @@ from serve.guarded import Guarded
 __all__ = ["EngineProcess", "free_port", "reap"]
 
 POLL_S = 0.1
+LOOK_S = 1.0  # how often a start is asked what it holds: a crash leaves nobody to ask
 LOSER_S = 3.0  # a server that lost its port says so and ends within this time
 
 
@@ -126,9 +127,12 @@ class EngineProcess:
         Raises:
             EngineError: it ended, stalled, took too long, lost its port, or answers no generate.
         """
-        deadline = self._began + self.limits.start_s
+        deadline, look_at = self._began + self.limits.start_s, 0.0
         while not self._says_ready():
             self._raise_if_dead()
+            if self._belongings and time.monotonic() > look_at:
+                self._belongings.look(self.guard_pid)
+                look_at = time.monotonic() + LOOK_S
             silent_s = self._clock.silent_s()
             if silent_s > self.limits.stall_s:
                 raise self._error(logs.stalled(self._log.text(), silent_s))
@@ -139,7 +143,7 @@ class EngineProcess:
         self._first_token()
         self.resolved = self._read_settings()
         if self._belongings:
-            self._belongings.look(self.guard_pid)  # a crash later leaves nobody to ask
+            self._belongings.look(self.guard_pid)
         self._phase = "measure"
         self._liveness = watch.Liveness(
             self.launch.base_url,

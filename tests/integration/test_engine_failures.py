@@ -319,6 +319,27 @@ def test_an_idle_but_able_engine_passes_the_watch(tmp_path: Path) -> None:
 # ---- nothing stays
 
 
+LEAVES_A_SEMAPHORE = """
+import os, pathlib, sys, time
+child = os.fork()
+if not child:
+    pathlib.Path(f"/dev/shm/sem.fake-{os.getpid()}").touch()
+    time.sleep(2)
+    os._exit(1)
+os.waitpid(child, 0)
+sys.exit(1)
+"""
+
+
+def test_shared_memory_of_a_process_that_died_during_the_start_is_removed(tmp_path: Path) -> None:
+    # Real SGLang: the semaphores of a scheduler that died while it loaded stayed for good.
+    argv, url = (sys.executable, "-c", LEAVES_A_SEMAPHORE), f"http://127.0.0.1:{free_port()}"
+    engine = EngineProcess(Launch(argv=argv, base_url=url), LIMITS, engine="sglang", log_path=tmp_path / "engine.log")
+    assert failure_of(engine).failure_class is FailureClass.CRASH
+    assert engine.proof is not None and "removed from /dev/shm: sem.fake-" in " ".join(engine.proof.notes)
+    assert not list(Path("/dev/shm").glob("sem.fake-*"))
+
+
 def test_stubborn_escaped_children_and_shared_memory_are_removed(tmp_path: Path) -> None:
     knobs = {"stubborn": True, "stubborn_children": True, "escaped_children": True, "shm_segments": 2}
     limits = LIMITS.model_copy(update={"stop_s": 0.5})
