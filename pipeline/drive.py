@@ -221,12 +221,13 @@ def _search(
     from pipeline.sweeping import sweep
 
     bench = _bench(job, study)
+    baseline = job.space.canonical(job.space.baseline(), job.release, job.topology).config
     desk = Desk(
         study=study,
         bench=bench,
         nodes=nodes,
         keepers=(board.finish, tracker.trial),
-        on_start=lambda proposal, left: _show(board, proposal, job.space.baseline(), left),
+        on_start=lambda proposal, left: _show(board, proposal, baseline, left),
         on_phase=lambda proposal, phase: board.phase(proposal.number, phase),
     )
     screen = study_screen(study.folder, job.space, job.release, job.topology, board.say)

@@ -180,14 +180,12 @@ class MlflowTracker:
         from mlflow.entities import Metric, Param, RunTag
 
         assert self._client is not None
-        tags = {
-            "mlflow.parentRunId": str(self._parent),
-            "mlflow.runName": f"{record.number:03d} {record.config.words()}",
-        }
+        first = next((r for r in self._study.records() if r.role == "baseline"), None)
+        words = record.config.words(beside=first.config if first else None)
+        tags = {"mlflow.parentRunId": str(self._parent), "mlflow.runName": f"{record.number:03d} {words}"}
         began, ended = _times(record)
         run_id = self._client.create_run(self._experiment, start_time=began, tags=tags).info.run_id
         stamp = int(self._study.ledger.stat().st_mtime * 1000)
-        first = next((r for r in self._study.records() if r.role == "baseline"), None)
         summary = ((name, value, 0) for name, value in summary_metrics(record, first).items())
         figures = (*summary, *trial_metrics(record))
         self._client.log_batch(
