@@ -145,10 +145,17 @@ class Closing:
         return [r for r in self.ledger if r.role == "confirm" and r.config_id == config.config_id]
 
     def _first_round(self, lineup: set[str]) -> int:
-        """The first round of this line-up; rounds of other finalists, from before an extension, do not count."""
+        """The first round of this line-up.
+
+        A round from before an extension of the search counts only if the very same were launched in it: a new finalist
+        would otherwise be paired with a baseline of another time.
+        """
         by_round: dict[int, set[str]] = {}
+        earlier: set[int] = set()
         for record in self.ledger:
             if record.role == "confirm" and record.round is not None:
                 by_round.setdefault(record.round, set()).add(record.config_id)
-        fitting = [number for number, configs in by_round.items() if configs <= lineup]
+            elif launched(record):
+                earlier |= by_round.keys()
+        fitting = [n for n, seen in by_round.items() if seen == lineup or (seen < lineup and n not in earlier)]
         return min(fitting) if fitting else max(by_round, default=0) + 1

@@ -79,6 +79,15 @@ def test_a_confirmation_that_two_rounds_do_not_settle_takes_them_all() -> None:
     assert {p.round for p in study.launches if p.role == "confirm"} == {1, 2, 3, 4}
 
 
+def test_a_new_finalist_is_never_paired_with_a_baseline_from_before_the_extension() -> None:
+    first = Study(ToySpace(stated=[NGRAM8]), search(1, ablate=False))
+    first.run()
+    assert [p.round for p in first.launches if p.role == "confirm"] == [1, 1, 2, 2]
+    longer = Study(ToySpace(stated=[NGRAM8, BEST]), search(2, ablate=False), ledger=list(first.ledger))
+    longer.run()
+    assert [p.round for p in longer.launches if p.role == "confirm"] == [3, 3, 3, 4, 4, 4]
+
+
 def test_without_confirmation_rounds_the_baseline_still_runs_last() -> None:
     study = Study(search=search(4, confirm_rounds=0, ablate=False))
     study.run()
