@@ -9,14 +9,18 @@ import hashlib
 import hmac
 import re
 import secrets
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from pipeline.cli import run_command
 from pipeline.errors import InputError
 
 FILE_VARIABLE = "FASTVERIFY_API_KEYS_FILE"
 HASHES_VARIABLE = "FASTVERIFY_API_KEY_HASHES"
+app = typer.Typer(add_completion=False)
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -77,7 +81,13 @@ def _checked(hashes: list[str], source: str) -> list[str]:
     return hashes
 
 
+@app.command()
+def main(file: Annotated[Path, typer.Argument(help="Where hashes are kept; made when it is not there.")]) -> None:
+    """Make an API key and show it once; FILE gets its hash."""
+    if not file.parent.is_dir():
+        raise InputError("no such folder", source=str(file.parent), key="FILE")
+    typer.echo(new_key(file))
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m serve.keys FILE")
-    print(new_key(Path(sys.argv[1])))
+    run_command(app)

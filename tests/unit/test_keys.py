@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from pathlib import Path
 
 import pytest
 
+from pipeline.cli import run_command
 from pipeline.errors import InputError
-from serve.keys import FILE_VARIABLE, HASHES_VARIABLE, KeyRing, new_key
+from serve.keys import FILE_VARIABLE, HASHES_VARIABLE, KeyRing, app, new_key
 
 
 def test_a_new_key_is_accepted_and_the_file_holds_only_its_hash(tmp_path: Path) -> None:
@@ -20,6 +22,21 @@ def test_a_new_key_is_accepted_and_the_file_holds_only_its_hash(tmp_path: Path) 
     ring = KeyRing.from_environment({FILE_VARIABLE: str(path)})
     assert all(ring.accepts(f"Bearer {key}") for key in keys)
     assert not any(ring.accepts(bad) for bad in (None, "", "Bearer", "Bearer x", f"Basic {keys[0]}", keys[0]))
+
+
+def test_the_command_makes_a_key_and_takes_no_flag_for_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for argument, code in (("keys.txt", 0), ("--help", 0), ("--halp", 2), ("missing/keys.txt", 2)):
+        monkeypatch.setattr(sys, "argv", ["keys", argument])
+        with pytest.raises(SystemExit) as ended:
+            run_command(app)
+        assert (ended.value.code or 0) == code
+    assert [path.name for path in tmp_path.iterdir()] == ["keys.txt"]
+    key, _, rest = capsys.readouterr().out.partition("\n")
+    assert KeyRing([(tmp_path / "keys.txt").read_text().strip()]).accepts(f"Bearer {key}")
+    assert "Usage" in rest
 
 
 def test_without_keys_everyone_is_accepted_and_the_ring_says_so() -> None:
