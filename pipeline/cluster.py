@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,20 +80,17 @@ def check_nodes(nodes: Sequence[str], here: Topology, gpus: int, runs: Path) -> 
         runs: where studies are kept.
 
     Raises:
-        PreflightError: a node is of another kind than `here`, or not ready; all of them are named.
+        PreflightError: a node is of another kind than `here`, not ready, or gives no answer; all of them are named.
     """
     import ray
 
     look = ray.remote(num_cpus=0)(_look)
     asked = [look.options(resources={f"node:{node}": 0.001}).remote(gpus, str(runs)) for node in nodes]
+    deadline, ours = time.monotonic() + LOOK_S, _kind(here)
     problems, warnings = [], []
-    ours = _kind(here)
-    for node, (theirs, found) in zip(nodes, ray.get(asked, timeout=LOOK_S), strict=True):
-        unlike = [
-            f"{name} {theirs.get(name)} there, {ours.get(name)} here"
-            for name in KIND
-            if theirs.get(name) != ours.get(name)
-        ]
+    for node, answer in zip(nodes, asked, strict=True):
+        theirs, found = _answer(answer, deadline, ours)
+        unlike = [f"{n} {theirs.get(n)} there, {ours.get(n)} here" for n in KIND if theirs.get(n) != ours.get(n)]
         if unlike:
             problems.append(f"{node} is another kind of machine: {', '.join(unlike)}")
         elif isinstance(found, str):
@@ -102,6 +100,18 @@ def check_nodes(nodes: Sequence[str], here: Topology, gpus: int, runs: Path) -> 
     if problems:
         raise PreflightError("; ".join(problems))
     return warnings
+
+
+def _answer(asked: Any, deadline: float, ours: dict[str, Any]) -> tuple[dict[str, Any], list[str] | str]:
+    """What `_look` says; of a node that is too slow, gone or without this package only what went wrong."""
+    import ray
+
+    try:
+        found: tuple[dict[str, Any], list[str] | str] = ray.get(asked, timeout=max(0.0, deadline - time.monotonic()))
+    except ray.exceptions.RayError as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return ours, f"it could not be looked at: {lines[-1]}"
+    return found
 
 
 def _look(gpus: int, runs: str) -> tuple[dict[str, Any], list[str] | str]:

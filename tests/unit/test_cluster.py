@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from pipeline.cluster import cluster
+from pipeline.cluster import _kind, check_nodes, cluster
 from pipeline.errors import PreflightError
+from pipeline.records import Topology
 
 ADDRESS = "auto"
 
@@ -69,3 +71,39 @@ def test_a_cluster_that_cannot_be_had_is_the_callers_to_fix(monkeypatch: pytest.
     monkeypatch.setattr(ray, "init", refuse)
     with pytest.raises(PreflightError, match="no Ray cluster at auto: nobody there"), cluster(ADDRESS, 0):
         pass
+
+
+def test_nodes_that_give_no_answer_are_named_beside_those_that_refuse(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = Topology(gpu_count=8)
+    answers = {
+        "10.0.0.1": (_kind(here), ["little disk"]),
+        "10.0.0.2": ray.exceptions.GetTimeoutError("not in time"),
+        "10.0.0.3": ray.exceptions.RaySystemError("trace\nModuleNotFoundError: No module named 'pipeline'"),
+        "10.0.0.4": (_kind(here), "a GPU is busy"),
+        "10.0.0.5": (_kind(here.model_copy(update={"gpu_count": 4})), []),
+    }
+
+    class Look:
+        def options(self, resources: dict[str, float]) -> Any:
+            (name,) = resources
+            return type("Asked", (), {"remote": lambda *_: name.partition(":")[2]})()
+
+    def get(node: str, timeout: float) -> Any:
+        answer = answers[node]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda _: Look())
+    monkeypatch.setattr(ray, "get", get)
+    assert check_nodes(["10.0.0.1"], here, 8, tmp_path) == ["10.0.0.1: little disk"]
+    with pytest.raises(PreflightError) as refused:
+        check_nodes(list(answers), here, 8, tmp_path)
+    assert str(refused.value).split("; ") == [
+        "10.0.0.2: it could not be looked at: not in time",
+        "10.0.0.3: it could not be looked at: ModuleNotFoundError: No module named 'pipeline'",
+        "10.0.0.4: a GPU is busy",
+        "10.0.0.5 is another kind of machine: gpu_count 4 there, 8 here",
+    ]
