@@ -21,10 +21,6 @@ TAG = "mlflow.sharedViewState."
 # Which and why, in reading order; what a study lacks stays empty.
 METRICS = ("objective", "speedup_vs_baseline", "accept_length", "break_even_accept_length")
 TAGS = ("role", "status", "failure_class", "lossless")
-# Every trial has these, so that parallel coordinates, which leave out runs that lack a value, show all of them.
-PARAMS = (
-    "algorithm", "draft_steps", "draft_tokens", "own_all_reduce", "fusion", "nccl_algo", "nccl_proto", "attention",
-)  # fmt: skip
 
 
 def summary_metrics(record: TrialRecord, baseline: TrialRecord | None) -> dict[str, float]:
@@ -47,7 +43,7 @@ def summary_metrics(record: TrialRecord, baseline: TrialRecord | None) -> dict[s
 
 
 def summary_params(config: EngineConfig, resolved: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """A configuration under a few names that every trial has.
+    """A configuration under a few names that every trial has: parallel coordinates leave out runs that lack a value.
 
     Draft steps and tokens are always numbers, since MLflow's parallel coordinates leave out runs whose value is of
     another kind than most: as stated, else as the server resolved them; what is unknown is left out.

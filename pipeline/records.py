@@ -287,9 +287,3 @@ class TrialRecord(Frozen):
     git_commit: str | None = None
     started_at: str | None = None  # ISO 8601, UTC
     gpu_state: dict[str, Any] = Field(default_factory=dict)  # SM clocks, throttle reasons
-
-    @property
-    def may_win(self) -> bool:
-        """True for a trial with figures, no fatal broken rule and no failed lossless check."""
-        lossless = self.lossless is None or self.lossless.passed
-        return self.status in ("ok", "reused") and lossless and not any(b.fatal for b in self.broken)
