@@ -10,7 +10,8 @@ from string import Template
 from pipeline.records import Estimate
 from pipeline.reporting.figures import figures
 from pipeline.reporting.model import Report, Verdict
-from pipeline.reporting.sections import Section, Table, sections, spread, times
+from pipeline.reporting.readable import spread, times
+from pipeline.reporting.sections import Section, Table, sections
 
 PAGE = Path(__file__).parent.parent / "data" / "report.html"
 _CAPTIONS = {

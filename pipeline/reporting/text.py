@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Iterable, Iterator
 
 from pipeline.reporting.model import Report, Verdict
-from pipeline.reporting.sections import Section, Table, sections, spread, times
+from pipeline.reporting.readable import spread, times
+from pipeline.reporting.sections import Section, Table, sections
 
 _WIDTH = 110
 

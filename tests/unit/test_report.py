@@ -23,7 +23,7 @@ from pipeline.reporting.facts import in_order
 from pipeline.reporting.figures import figures
 from pipeline.reporting.html import render as render_html
 from pipeline.reporting.model import Point, Report
-from pipeline.reporting.sections import change, figure, spread
+from pipeline.reporting.readable import change, figure, spread
 from tests.fakes.fake_study import BASELINE, WINNER, FakeStudy, Shape, config, eagle, full_study, null_study
 from tests.fakes.fake_trace import FakeTrace
 
