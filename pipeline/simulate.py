@@ -10,13 +10,12 @@ configuration set the variable.
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline.anatomy import Anatomy, Simulated, tok_per_s
+from pipeline.anatomy import Anatomy, Simulated, tok_per_s, what_if
 from pipeline.cli import run_command
 from pipeline.errors import InputError
 from pipeline.store import RUNS, Study
@@ -69,7 +68,7 @@ def subject(study: Study, level: str | None) -> tuple[TrialRecord, Anatomy]:
 
 
 def lengths(anatomy: Anatomy, asked: list[float]) -> list[float]:
-    """The accept lengths to try: those asked for, else the whole numbers from the present one up to a perfect draft's.
+    """The accept lengths to try: those asked for, else the what-if table's above the present one; each is a launch.
 
     Raises:
         InputError: a length that the draft cannot give.
@@ -78,7 +77,8 @@ def lengths(anatomy: Anatomy, asked: list[float]) -> list[float]:
     for length in asked:
         if length < 1 or (top is not None and length > top):
             raise InputError(f"no accept length of {length:g} with {anatomy.name}", expected=f"1 to {top or '…'}")
-    return asked or [float(n) for n in range(math.ceil(anatomy.accept_length), (top or 4) + 1)]
+    better = [n for n in what_if(anatomy).accept_lengths if n.is_integer() and n > anatomy.accept_length]
+    return asked or better or [anatomy.accept_length]
 
 
 def level_plan(study: Study, level: str) -> MeasurePlan:
@@ -142,7 +142,7 @@ def main(
     study: Annotated[str, typer.Argument(help="A study's folder or name, or `latest`.")],
     accept_length: Annotated[
         list[float] | None,
-        typer.Argument(help="Accept lengths to try; default: whole numbers up to the draft's most."),
+        typer.Argument(help="Accept lengths to try; default: the what-if table's."),
     ] = None,
     runs: Annotated[Path, typer.Option(help="Folder that holds the studies.")] = RUNS,
     level: Annotated[str | None, typer.Option(help="Load level, such as open.c1; default: the report's.")] = None,

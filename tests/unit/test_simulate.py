@@ -41,6 +41,9 @@ def test_a_chain_accepts_its_own_drafts_and_a_tree_one_token_over_and_over() -> 
 
 def test_lengths_reach_from_the_present_one_to_a_perfect_draft() -> None:
     assert lengths(anatomy(), []) == [2, 3, 4]
+    assert lengths(anatomy(4.0), []) == [4], "there is nothing better, and something is tried"
+    assert lengths(anatomy(6.3, None), []) == [7, 8], "how far it could go is not known"
+    assert len(lengths(anatomy(1.7, 64), [])) <= 6, "each is a launch"
     assert lengths(anatomy(), [1.5]) == [1.5]
     for wrong in (0.5, 4.5):
         with pytest.raises(InputError, match="no accept length of"):
