@@ -27,6 +27,7 @@ DECODE_LOG_INTERVAL = 8  # steps; SGLang folds its accept counters in only then,
 # threads of a replica to 1, which nobody who launches the same command by hand would have.
 _STALE = re.compile(r"^(NCCL|SGLANG|SGL|CUDA|TORCH_NCCL|TORCH_SYMM_MEM|NVSHMEM|FLASHINFER|MSCCLPP|UCX|OMP)_")
 _PLACES = re.compile(r"^CUDA_(HOME|PATH|ROOT|CACHE_PATH)$|_(DIR|DIRS|CACHE|BASE|PATH|HOME)$")
+_WHAT_IF = "none; python -m pipeline.simulate STUDY tries accept lengths outside of the trials"
 # What a host must keep switched off: survives, but only with the value that disables.
 SITE_POLICY = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 _OVERRULES_NVLS = ("--enable-symm-mem", "--enable-nccl-nvls")  # SGLang sets NCCL_NVLS_ENABLE=1 under them
@@ -183,10 +184,8 @@ def _check_variable(name: str, value: str, stated: Mapping[str, str], release: s
         raise InputError(f"is set to {value!r} here and to {stated[name]!r} by the configuration", key=f"env.{name}")
     if not name.startswith("SGLANG_"):
         return
-    if name.startswith("SGLANG_SIMULATE_ACC"):
-        raise InputError(
-            "makes the accept length up: no trial may", key=f"env.{name}", expected="python -m pipeline.simulate STUDY"
-        )
+    if name.startswith("SGLANG_SIMULATE_"):  # accept lengths, and which experts are asked
+        raise InputError("makes results up: no trial may", key=f"env.{name}", expected=_WHAT_IF)
     known = sglang_flags.flags(release).variables
     if name not in known:
         raise InputError("SGLang has no such variable", key=f"env.{name}", nearest=nearest(name, known))

@@ -50,8 +50,8 @@ def test_lengths_reach_from_the_present_one_to_a_perfect_draft() -> None:
             lengths(anatomy(), [wrong])
 
 
-def test_no_configuration_can_make_its_accept_length_up() -> None:
-    for name in ("SGLANG_SIMULATE_ACC_LEN", "SGLANG_SIMULATE_ACC_METHOD"):
+def test_no_configuration_can_make_results_up() -> None:
+    for name in ("SGLANG_SIMULATE_ACC_LEN", "SGLANG_SIMULATE_ACC_METHOD", "SGLANG_SIMULATE_UNIFORM_EXPERTS"):
         cheat = EngineConfig(engine="sglang", model="m", env=((name, "3"),))
         with pytest.raises(InputError, match=r"pipeline\.simulate"):
             plan(cheat, port=30000, inherited={}, release="0.5.23")
