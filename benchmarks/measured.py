@@ -22,7 +22,7 @@ from pipeline.records import LevelResult, LoadLevel, Topology, TrialRecord
 from pipeline.screening import Screening, setting_key, step_pair
 from pipeline.space import load_space
 
-NO_PEER_ACCESS = Topology(gpu_count=2, gpu_model="NVIDIA H200", sm=90, link="nvlink", peer_access=True)
+TWO_H200 = Topology(gpu_count=2, gpu_model="NVIDIA H200", sm=90, link="nvlink", peer_access=True)
 
 
 def load_records(file: Path) -> list[TrialRecord]:
@@ -45,7 +45,7 @@ def measured_pcie() -> Surface:
     trials = [record for record in records if record.measurement]
     started = [sum(seconds for phase, seconds in r.phases_s.items() if phase != "measure") for r in records]
     return Surface(
-        "measured-pcie", space, NO_PEER_ACCESS, assembled(trials, screening), repeat_sd=repeat_sd(trials),
+        "measured-pcie", space, TWO_H200, assembled(trials, screening), repeat_sd=repeat_sd(trials),
         launch_s=statistics.median(started), failed_s=started[[r.status for r in records].index("failed")],
     )  # fmt: skip
 
@@ -91,13 +91,13 @@ def first_figures() -> Surface:
     """The first figures of two H200s (one run each): `spaces/first_figures.json`, SmolLM2-135M, SGLang 0.5.17."""
     space = load_space(SPACES / "first_figures.yaml").for_engine("sglang")
     rows = json.loads((SPACES / "first_figures.json").read_text())["rows"]
-    points = [(space.canonical(space.config(row["params"]), topology=NO_PEER_ACCESS).config, row) for row in rows]
+    points = [(space.canonical(space.config(row["params"]), topology=TWO_H200).config, row) for row in rows]
     models = {key: LogLinear((config, row.get(key)) for config, row in points) for key in ("c8", "c1")}
 
     def speed(config: EngineConfig, level: LoadLevel) -> float:
         return models[f"c{level.concurrency}"](config)
 
-    return Surface("first-figures", space, NO_PEER_ACCESS, speed, launch_s=60)
+    return Surface("first-figures", space, TWO_H200, speed, launch_s=60)
 
 
 def all_surfaces() -> list[Surface]:
