@@ -14,7 +14,16 @@ from pipeline.errors import InputError, PreflightError
 from pipeline.interrupts import Interrupts
 from pipeline.live import Board
 from pipeline.store import RUNS, Study, check_root
-from pipeline.tracking import Ending, InBackground, MlflowTracker, NullTracker, Tracker, check_uri, default_uri
+from pipeline.tracking import (
+    Ending,
+    InBackground,
+    MlflowTracker,
+    NullTracker,
+    Tracker,
+    check_uri,
+    default_uri,
+    without_password,
+)
 
 if TYPE_CHECKING:
     from pipeline.config import EngineConfig
@@ -335,7 +344,7 @@ def _pages(job: Job) -> str:
     if uri == "none":
         return "nothing logged"
     if not uri.startswith(f"sqlite:///{job.runs.resolve()}"):
-        return f"on {uri.rpartition('@')[2]}"  # without a password
+        return f"on {without_password(uri)}"
     command = "make ui" if job.runs == RUNS else f"python -m pipeline.ui --runs {job.runs}"
     return f"{command}, then open http://127.0.0.1:5000"
 

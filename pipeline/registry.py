@@ -18,7 +18,7 @@ from pydantic import Field
 
 from pipeline.config import Frozen
 from pipeline.errors import InputError, PromotionError
-from pipeline.tracking import EXPERIMENT, MAX_PARAM, _experiment, key, quiet_client
+from pipeline.tracking import EXPERIMENT, MAX_PARAM, _experiment, key, quiet_client, without_password
 
 CHAMPION, PREVIOUS = "champion", "previous"
 MODEL_TYPE = "serving-config"
@@ -143,7 +143,7 @@ def answering(uri: str, so_far: str = "") -> Iterator[None]:
     try:
         yield
     except MlflowException as error:
-        raise PromotionError(f"{so_far}the registry at {uri} does not answer: {error}") from error
+        raise PromotionError(f"{so_far}the registry at {without_password(uri)} does not answer: {error}") from error
 
 
 @contextmanager
@@ -178,7 +178,8 @@ def run_tags(uri: str, run_id: str) -> dict[str, str]:
     try:
         return dict(quiet_client(uri).get_run(run_id).data.tags)
     except MlflowException as error:
-        raise InputError(f"{uri} has no run {run_id}", expected="a study's folder or name, or a run's id") from error
+        problem = f"{without_password(uri)} has no run {run_id}"
+        raise InputError(problem, expected="a study's folder or name, or a run's id") from error
 
 
 def registered_name(model: str) -> str:

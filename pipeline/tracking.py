@@ -103,6 +103,11 @@ def check_uri(uri: str) -> None:
         )  # fmt: skip
 
 
+def without_password(uri: str) -> str:
+    """A store's address for people to read."""
+    return re.sub(r"//[^/]*@", "//", uri)
+
+
 def default_uri(root: Path = RUNS) -> str:
     """`MLFLOW_TRACKING_URI`, else a sqlite file beside the studies."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(root / 'mlflow.db').resolve()}"
@@ -375,7 +380,7 @@ def main(study: str, uri: str | None = None) -> None:
     """Log the trials of STUDY that MLflow lacks."""
     opened = Study.open(study)
     tracker = MlflowTracker(opened, uri or default_uri(opened.folder.parent))
-    print(f"{tracker.sync()} trials logged to {tracker.uri}")
+    print(f"{tracker.sync()} trials logged to {without_password(tracker.uri)}")
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def test_the_end_says_how_to_go_on_and_what_is_left(job: Job, capsys: pytest.Cap
     [
         (None, "python -m pipeline.ui --runs "),
         ("none", "nothing logged"),
-        ("http://me:secret@host:5000", "on host:5000"),
+        ("http://me:secret@host:5000", "on http://host:5000"),
     ],
 )
 def test_the_end_says_where_mlflow_shows_the_study(job: Job, uri: str | None, said: str) -> None:

@@ -23,6 +23,7 @@ from pipeline.tracking import (
     trial_metrics,
     trial_params,
     trial_tags,
+    without_password,
 )
 from tests.fakes.toy_search import level, record
 
@@ -203,3 +204,15 @@ def runs_of(study: Study, uri: str) -> list:  # type: ignore[type-arg]
     experiment = client.get_experiment_by_name("fastverify")
     assert experiment is not None
     return list(client.search_runs([experiment.experiment_id], f"tags.`fastverify.study` = '{study.name}'"))
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("postgresql+psycopg2://me:p@ss@db:5432/x", "postgresql+psycopg2://db:5432/x"),
+        ("http://127.0.0.1:5000", "http://127.0.0.1:5000"),
+        ("sqlite:////home/a@b/mlflow.db", "sqlite:////home/a@b/mlflow.db"),
+    ],
+)
+def test_a_password_is_never_printed(uri: str, shown: str) -> None:
+    assert without_password(uri) == shown
