@@ -235,7 +235,8 @@ class _Run:
         planned = plan(level, self.plan.workload, prompts, repeat, salt, count=count)
         sending = replace(self.sending, budget_s=max(left_s, 1.0))
         window = await watched(run_level(sending, planned, concurrency=level.concurrency), self.watch)
-        self._note(refuse_saturated(level.key, window))
+        if window.ok:  # where every request failed, that is what there is to say
+            self._note(refuse_saturated(level.key, window))
         return window
 
     def _note(self, note: str | None) -> None:

@@ -1,4 +1,4 @@
-"""One Ray cluster for the session: starting one costs ten seconds. Two nodes' worth of pretended GPUs."""
+"""One Ray cluster for all these tests: starting one costs ten seconds. Two nodes' worth of pretended GPUs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,15 @@ OWN = ("HAPROXY_METRICS_PORT", "HAPROXY_STATS_PORT", "FALLBACK_PROXY_HTTP_PORT")
 os.environ.update({f"RAY_SERVE_{name}": str(free_port()) for name in OWN})
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[str]:
     """A local cluster whose SGLang is the fake one; yields the endpoint's address."""
-    os.environ["FASTVERIFY_SGLANG_COMMAND"] = f"{sys.executable} {FAKE}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTVERIFY_SGLANG_COMMAND", f"{sys.executable} {FAKE}")
+        yield from _cluster()
+
+
+def _cluster() -> Iterator[str]:
     import ray
     from ray import serve
     from ray.serve.config import HTTPOptions

@@ -87,6 +87,7 @@ def test_a_dry_run_may_assume_the_machine_of_the_file(space: Path) -> None:
 
 def test_a_release_is_stated_only_for_a_stand_in(space: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    monkeypatch.delenv("FASTVERIFY_SGLANG_COMMAND", raising=False)
     monkeypatch.setattr("serve.engines.sglang_flags.installed_release", lambda: None)
     assert tune._release(load_space(space)) is None
     monkeypatch.setenv("FASTVERIFY_SGLANG_COMMAND", "fake")
