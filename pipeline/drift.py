@@ -190,14 +190,17 @@ def main(
 ) -> None:
     """Watch the champion in service and raise an alarm when it drifts from what was promoted."""
     from pipeline.promote import open_registry, roll_back
-    from pipeline.registry import CHAMPION
-    from pipeline.tracking import default_uri
+    from pipeline.registry import CHAMPION, answering
+    from pipeline.tracking import check_uri, default_uri
 
-    registry = open_registry(tracking_uri or default_uri(runs), None, runs)
-    version = registry.by_alias(CHAMPION)
-    if version is None:
-        raise PromotionError(f"{registry.name} has no champion to watch")
-    watch = Watch(figures_of(registry.report(version), version.tags["config_id"]), patience=patience)
+    uri = tracking_uri or default_uri(runs)
+    check_uri(uri)
+    registry = open_registry(uri, None, runs)
+    with answering(uri):
+        version = registry.by_alias(CHAMPION)
+        if version is None:
+            raise PromotionError(f"{registry.name} has no champion to watch")
+        watch = Watch(figures_of(registry.report(version), version.tags["config_id"]), patience=patience)
     key = api_key_file.read_text().strip() if api_key_file else None
     count = 0
     while windows is None or count < windows:

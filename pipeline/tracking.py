@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from pipeline.errors import InputError
+from pipeline.errors import InputError, PreflightError
 from pipeline.mlflow_view import summary_metrics, summary_params, view_tag
 from pipeline.records import Distribution, LevelResult, TrialRecord
 from pipeline.reporting.command import pasteable
@@ -378,9 +378,15 @@ def note(record: TrialRecord) -> str:
 
 def main(study: str, uri: str | None = None) -> None:
     """Log the trials of STUDY that MLflow lacks."""
+    from mlflow.exceptions import MlflowException
+
     opened = Study.open(study)
-    tracker = MlflowTracker(opened, uri or default_uri(opened.folder.parent))
-    print(f"{tracker.sync()} trials logged to {without_password(tracker.uri)}")
+    store = uri or default_uri(opened.folder.parent)
+    check_uri(store)
+    try:
+        print(f"{MlflowTracker(opened, store).sync()} trials logged to {without_password(store)}")
+    except MlflowException as error:
+        raise PreflightError(f"MLflow at {without_password(store)} does not answer: {error}") from error
 
 
 if __name__ == "__main__":

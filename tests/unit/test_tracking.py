@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import EngineConfig, NgramSpeculation
-from pipeline.errors import InputError
+from pipeline.errors import InputError, UserError
 from pipeline.records import Launch, TrialRecord
 from pipeline.store import Study
 from pipeline.tracking import (
@@ -20,11 +20,13 @@ from pipeline.tracking import (
     MlflowTracker,
     NullTracker,
     check_uri,
+    main,
     trial_metrics,
     trial_params,
     trial_tags,
     without_password,
 )
+from tests.fakes.fake_study import full_study
 from tests.fakes.toy_search import level, record
 
 CONFIG = EngineConfig(engine="embedded", model="m", speculation=NgramSpeculation(num_draft_tokens=4))
@@ -216,3 +218,13 @@ def runs_of(study: Study, uri: str) -> list:  # type: ignore[type-arg]
 )
 def test_a_password_is_never_printed(uri: str, shown: str) -> None:
     assert without_password(uri) == shown
+
+
+@pytest.mark.parametrize(("uri", "said"), [("nonsense", "is no MLflow store"), ("http://127.0.0.1:9", "not answer")])
+def test_logging_later_to_a_store_that_is_none_or_away_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, said: str
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    folder = full_study().write(tmp_path)
+    with pytest.raises(UserError, match=said):
+        main(str(folder), uri)
