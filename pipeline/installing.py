@@ -126,13 +126,15 @@ def previous_service(registry: Registry, file: Path) -> tuple[Service, Version]:
 
 def registered_service(registry: Registry, version: Version, file: Path) -> Service:
     """A registered champion, to be launched on this machine."""
-    from serve.portable import localized
+    from serve.portable import localized, portable
     from serve.service import Service
 
+    service = Service.parse(registry.service(version), f"models:/{version.name}/{version.version}")
     kept = file.with_name(f"champion-{version.version}.json")  # with this machine's own paths
     if kept.is_file():
-        return Service.read(kept)
-    service = Service.parse(registry.service(version), f"models:/{version.name}/{version.version}")
+        ours = Service.read(kept)
+        if portable(ours.spec.config) == service.spec.config:  # the versions of another model have these numbers too
+            return ours
     spec = service.spec.model_copy(
         update={"config": localized(service.spec.config), "folder": str((file.parent / "champion").resolve())}
     )
