@@ -77,7 +77,7 @@ def check_nodes(nodes: Sequence[str], here: Topology, gpus: int, runs: Path) -> 
         nodes: addresses of the nodes that may run trials.
         here: the driver's machine, which the rules of the study go by.
         gpus: GPUs that one trial holds.
-        runs: where studies are kept.
+        runs: where studies are kept; the trials of a node write under the same path.
 
     Raises:
         PreflightError: a node is of another kind than `here`, not ready, or gives no answer; all of them are named.
@@ -85,7 +85,7 @@ def check_nodes(nodes: Sequence[str], here: Topology, gpus: int, runs: Path) -> 
     import ray
 
     look = ray.remote(num_cpus=0)(_look)
-    asked = [look.options(resources={f"node:{node}": 0.001}).remote(gpus, str(runs)) for node in nodes]
+    asked = [look.options(resources={f"node:{node}": 0.001}).remote(gpus, str(runs.resolve())) for node in nodes]
     deadline, ours = time.monotonic() + LOOK_S, _kind(here)
     problems, warnings = [], []
     for node, answer in zip(nodes, asked, strict=True):

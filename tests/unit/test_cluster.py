@@ -88,7 +88,12 @@ def test_nodes_that_give_no_answer_are_named_beside_those_that_refuse(
     class Look:
         def options(self, resources: dict[str, float]) -> Any:
             (name,) = resources
-            return type("Asked", (), {"remote": lambda *_: name.partition(":")[2]})()
+
+            def remote(_: object, gpus: int, runs: str) -> str:
+                assert Path(runs).is_absolute(), "a worker runs in a place of its own"
+                return name.partition(":")[2]
+
+            return type("Asked", (), {"remote": remote})()
 
     def get(node: str, timeout: float) -> Any:
         answer = answers[node]
@@ -98,7 +103,7 @@ def test_nodes_that_give_no_answer_are_named_beside_those_that_refuse(
 
     monkeypatch.setattr(ray, "remote", lambda **_: lambda _: Look())
     monkeypatch.setattr(ray, "get", get)
-    assert check_nodes(["10.0.0.1"], here, 8, tmp_path) == ["10.0.0.1: little disk"]
+    assert check_nodes(["10.0.0.1"], here, 8, Path("runs")) == ["10.0.0.1: little disk"]
     with pytest.raises(PreflightError) as refused:
         check_nodes(list(answers), here, 8, tmp_path)
     assert str(refused.value).split("; ") == [
