@@ -24,11 +24,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pipeline.mlflow_trial import STUDY_TAG
 from pipeline.mlflow_view import compare_url, view_url
 from pipeline.report import study_report, write_html
 from pipeline.reporting.figures import leaders
 from pipeline.store import Study
-from pipeline.tracking import STUDY_TAG, TRIAL_TAG
+from pipeline.tracking import TRIAL_TAG
 from pipeline.ui import server
 
 FLAGS = [

@@ -59,7 +59,8 @@ def find_candidate(name: str, runs: Path, uri: str) -> Candidate:
 
 
 def _find(name: str, runs: Path, uri: str) -> tuple[Study, int | None]:
-    from pipeline.tracking import STUDY_TAG, TRIAL_TAG
+    from pipeline.mlflow_trial import STUDY_TAG
+    from pipeline.tracking import TRIAL_TAG
 
     if not re.fullmatch(RUN_ID, name):
         return Study.open(name, runs), None

@@ -18,7 +18,8 @@ from pydantic import Field
 
 from pipeline.config import Frozen
 from pipeline.errors import InputError, PromotionError
-from pipeline.tracking import EXPERIMENT, MAX_PARAM, _experiment, key, quiet_client, without_password
+from pipeline.mlflow_trial import key
+from pipeline.tracking import EXPERIMENT, MAX_PARAM, _experiment, quiet_client, without_password
 
 CHAMPION, PREVIOUS = "champion", "previous"
 MODEL_TYPE = "serving-config"

@@ -14,10 +14,11 @@ from pipeline.candidate import Candidate, find_candidate, find_incumbent, study_
 from pipeline.config import EngineConfig
 from pipeline.errors import PromotionError
 from pipeline.installing import go_back, install, previous_service, register, service_of
+from pipeline.mlflow_trial import STUDY_TAG
 from pipeline.records import Topology, TrialRecord
 from pipeline.registry import CHAMPION, PREVIOUS, Registry, registered_name
 from pipeline.store import Study
-from pipeline.tracking import STUDY_TAG, TRIAL_TAG, default_uri
+from pipeline.tracking import TRIAL_TAG, default_uri
 from serve.service import Service
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]

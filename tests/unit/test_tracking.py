@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.config import EngineConfig, NgramSpeculation
 from pipeline.errors import InputError, UserError
+from pipeline.mlflow_trial import trial_metrics, trial_params, trial_tags
 from pipeline.records import Launch, TrialRecord
 from pipeline.store import Study
 from pipeline.tracking import (
@@ -21,9 +22,6 @@ from pipeline.tracking import (
     NullTracker,
     check_uri,
     main,
-    trial_metrics,
-    trial_params,
-    trial_tags,
     without_password,
 )
 from tests.fakes.fake_study import full_study
