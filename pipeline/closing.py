@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipeline.ablation import Effect, differing, effects, undo, without
+from pipeline.claims import decided, looks, make_claims
 from pipeline.config import EngineConfig
 from pipeline.goals import gain, launched, why_not, worth
 from pipeline.records import TrialRecord
-from pipeline.selection import ASSUMED_NOISE, Row, decided, looks, make_claims, measure_noise, rank
+from pipeline.selection import ASSUMED_NOISE, Row, measure_noise, rank
 from pipeline.spec import ObjectiveSpec
 
 

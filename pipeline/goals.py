@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeline.metrics import objective, violations
@@ -14,6 +14,11 @@ from pipeline.spec import Goal, ObjectiveSpec
 def launched(record: TrialRecord) -> bool:
     """True when the trial cost a launch; reused and pruned trials cost nothing."""
     return record.status in ("ok", "failed", "stopped")
+
+
+def baseline_id(records: Iterable[TrialRecord]) -> str | None:
+    """The baseline's config_id."""
+    return next((record.config_id for record in records if record.role == "baseline"), None)
 
 
 def value_of(record: TrialRecord, goal: Goal) -> Estimate | None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.api_matrix import MatrixResult
+from pipeline.claims import Claim, make_claims
 from pipeline.config import Frozen
 from pipeline.goals import why_not
 from pipeline.records import TrialRecord
-from pipeline.selection import Claim, make_claims, measure_noise
+from pipeline.selection import measure_noise
 from pipeline.spec import Constraints, ObjectiveSpec
 
 FASTER, LIMITS, LOSSLESS, API, SOAK = "faster than the incumbent", "limits", "lossless", "API matrix", "soak"

@@ -1,34 +1,25 @@
 """Records -> ranking, noise floor and winner, or why there is none. Pure.
 
-The unit is the launch, never the request. The best of many trials is best partly by luck, so a claim that
-a configuration beats the baseline rests on confirmation launches alone: they were made after it was chosen,
-in turns with the baseline, and are compared within rounds. "No difference" is an answer.
-
-A confirmation may end before its last planned round. Every look at its figures is a chance to be wrong, so the looks
-share the error rate out among them beforehand (Bonferroni): stopping early costs launches, never honesty.
+The unit is the launch, never the request. The best of many trials is best partly by luck, so who wins is decided by
+the claims that confirmation launches allow (`claims.py`). "No difference" is an answer.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterable, Sequence
 
-import numpy as np
 from pydantic import Field
 
 from pipeline.ablation import differing
+from pipeline.claims import ERROR_RATE, Claim, make_claims
 from pipeline.config import EngineConfig, Frozen
-from pipeline.goals import gain, launched, value_of, why_not, worth
+from pipeline.goals import baseline_id, gain, launched, value_of, why_not, worth
 from pipeline.metrics import estimate
 from pipeline.records import Estimate, TrialRecord
 from pipeline.spec import Goal, ObjectiveSpec
 
-# Chance, over all claims of a study, that an interval misses the true gain (half of it on the winning side).
-ERROR_RATE = 0.05
-# What of it all looks before the last one may spend together.
-EARLY_SHARE = 0.2
 # Assumed one-sigma difference of two launches where nothing was repeated.
 ASSUMED_NOISE = 0.01
 
@@ -57,22 +48,6 @@ class Noise(Frozen):
     def floor(self) -> float | None:
         """The larger of what is known."""
         return max((v for v in (self.drift, self.repeats, self.relaunches) if v is not None), default=None)
-
-
-# `not judged`: the finalist placed before it was not better, and testing on would raise the error rate.
-Verdict = Literal["better", "worse", "no difference", "not judged"]
-
-
-class Claim(Frozen):
-    """One finalist against the baseline, from confirmation launches alone, paired by round."""
-
-    config_id: str
-    against: str
-    rounds: int
-    gain: Estimate  # share; the interval holds for all claims of the study together
-    error_rate: float = ERROR_RATE  # of this look
-    verdict: Verdict
-    text: str
 
 
 class Selection(Frozen):
@@ -134,11 +109,6 @@ def rank(records: Sequence[TrialRecord], spec: ObjectiveSpec) -> tuple[Row, ...]
     )
 
 
-def baseline_id(records: Iterable[TrialRecord]) -> str | None:
-    """The baseline's config_id."""
-    return next((record.config_id for record in records if record.role == "baseline"), None)
-
-
 def _row(
     launches: list[TrialRecord], values: list[dict[int, float]], base: Estimate | None, baseline: EngineConfig | None,
     spec: ObjectiveSpec,
@@ -192,114 +162,6 @@ def _relaunch_noise(groups: list[list[float]]) -> float | None:
     return math.sqrt(2 * squares / degrees)
 
 
-def looks(planned: int) -> range:
-    """After how many rounds a confirmation of `planned` rounds may be judged: pairs of rounds, of opposite orders."""
-    return range(2 + planned % 2, planned + 1, 2)
-
-
-def _error_rate(rounds: int, planned: int | None) -> float:
-    """The share of the error rate that a look after `rounds` rounds may spend."""
-    early = len(looks(planned)) - 1 if planned is not None else 0
-    if planned is None or early < 1:
-        return ERROR_RATE
-    return ERROR_RATE * (1 - EARLY_SHARE if rounds >= planned else EARLY_SHARE / early)
-
-
-def decided(claims: Sequence[Claim], settings: Mapping[str, int]) -> bool:
-    """True when more rounds are not worth their launches: it is clear who wins, or that the first is not ahead at all.
-
-    Args:
-        claims: after a look's rounds.
-        settings: how many settings of each finalist differ from the baseline's: of level ones the simpler wins.
-    """
-    if not claims or claims[0].gain.value <= 0:
-        return bool(claims)
-    better = [claim for claim in claims if claim.verdict == "better"]
-    if any(claim.verdict not in ("better", "worse") for claim in claims):
-        return False
-    top = max(better, key=lambda claim: claim.gain.value)
-    simpler = [claim for claim in better if settings[claim.config_id] < settings[top.config_id]]
-    return all(claim.gain.value < (top.gain.low or 0.0) for claim in simpler)
-
-
-def make_claims(records: Sequence[TrialRecord], spec: ObjectiveSpec, floor: float | None) -> tuple[Claim, ...]:
-    """Each finalist against the baseline, from confirmation launches.
-
-    The model is log value = configuration + round + noise, fitted by least squares, so that launches of one
-    round are compared with each other and a lost launch costs only itself. The interval is Student's t with
-    the pooled residual, at `ERROR_RATE` or this look's share of it. The finalists are judged in the order in
-    which the search placed them, and the second one only when the first is better: so the error rate holds for
-    both together.
-    """
-    goal, home = spec.goals[0], baseline_id(records)
-    values = worth(records, goal)
-    lost = {r.config_id for r in records if r.role == "confirm" and r.config_id != home and why_not(r, spec)}
-    used = [r for r in records if r.role == "confirm" and r.number in values]
-    configs, rounds = sorted({r.config_id for r in used}), sorted({r.round or 0 for r in used})
-    finalists = [config for config in _placed(used) if config != home and config not in lost]
-    degrees = len(used) - len(configs) - len(rounds) + 1
-    if home not in configs or not finalists or degrees < 1:
-        return ()
-    design = np.zeros((len(used), len(configs) + len(rounds)))
-    for line, record in enumerate(used):
-        design[line, configs.index(record.config_id)] = 1
-        design[line, len(configs) + rounds.index(record.round or 0)] = 1
-    logs = np.log([values[r.number] for r in used]) * (1 if goal.maximize else -1)
-    inverse = np.linalg.pinv(design.T @ design)
-    fitted = inverse @ design.T @ logs
-    variance = float(np.sum((logs - design @ fitted) ** 2)) / degrees
-    planned = max((r.of_rounds for r in used if r.of_rounds is not None), default=None)
-    claims: list[Claim] = []
-    for config in finalists:
-        contrast = np.zeros(design.shape[1])
-        contrast[configs.index(config)], contrast[configs.index(home)] = 1, -1
-        middle, error = float(contrast @ fitted), math.sqrt(variance * float(contrast @ inverse @ contrast))
-        shared = sum(r.config_id == config for r in used)
-        rate = _error_rate(shared, planned)
-        half = error * _t_quantile(1 - rate / 2, degrees)
-        judged = not claims or claims[-1].verdict == "better"
-        found = _gain(shared, middle, half, error)
-        claims.append(_claim(config, home, found, floor, judged=judged, planned=planned, rate=rate))
-    return tuple(claims)
-
-
-def _placed(confirmations: Sequence[TrialRecord]) -> list[str]:
-    """The configurations in the order of the search: that of the last round, which is never turned round."""
-    latest = sorted(confirmations, key=lambda record: (-(record.round or 0), record.number))
-    return list(dict.fromkeys(record.config_id for record in latest))
-
-
-def _gain(rounds: int, middle: float, half: float, error: float) -> Estimate:
-    """A difference of logarithms, its interval and its standard error, as a share."""
-    low, high = math.expm1(middle - half), math.expm1(middle + half)
-    return Estimate(value=math.expm1(middle), n=rounds, std=error * math.sqrt(rounds), low=low, high=high)
-
-
-def _claim(
-    config: str, home: str, found: Estimate, floor: float | None, *, judged: bool, planned: int | None, rate: float
-) -> Claim:
-    assert found.low is not None and found.high is not None
-    verdict: Verdict = "no difference"
-    if not judged:
-        verdict = "not judged"
-    elif found.low > 0 and found.value > (floor or 0.0):
-        verdict = "better"
-    elif found.high < 0:
-        verdict = "worse"
-    over = f"{found.n} rounds" if planned is None or found.n >= planned else f"{found.n} of {planned} rounds"
-    noise = "" if floor is None else f", noise floor {floor:.1%}"
-    text = f"{found.value:+.1%} ({found.low:+.1%} to {found.high:+.1%}) over {over}{noise}"
-    return Claim(
-        config_id=config, against=home, rounds=found.n, gain=found, error_rate=rate, verdict=verdict, text=text
-    )
-
-
-def _t_quantile(probability: float, degrees: int) -> float:
-    from scipy.special import stdtrit  # half a second, needed only once figures exist
-
-    return float(stdtrit(degrees, probability))
-
-
 def _choose(ranking: Sequence[Row], claims: Sequence[Claim], noise: Noise) -> tuple[Row | None, bool, str]:
     """Winner, whether it is confirmed, and the reason."""
     able = [row for row in ranking if row.reason is None and row.values[0] is not None]
@@ -339,10 +201,8 @@ def _by_claims(base: Row, challengers: list[Row], claims: Sequence[Claim]) -> tu
 
 def _unconfirmed(base: Row, challengers: list[Row], noise: Noise) -> tuple[Row, bool, str]:
     """Without confirmation the bar is what luck alone could give the best of so many trials."""
-    best, bar = (
-        challengers[0],
-        (noise.floor or ASSUMED_NOISE) * statistics.NormalDist().inv_cdf(1 - ERROR_RATE / 2 / len(challengers)),
-    )
+    best, quantile = challengers[0], statistics.NormalDist().inv_cdf(1 - ERROR_RATE / 2 / len(challengers))
+    bar = (noise.floor or ASSUMED_NOISE) * quantile
     ahead = best.gain or 0.0
     luck = f"luck alone could make the best of {len(challengers)} look {bar:.1%} better"
     if ahead > bar:

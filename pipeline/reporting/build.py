@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pipeline import ablation
 from pipeline.anatomy import Anatomy, Simulated, what_if
-from pipeline.goals import why_not
+from pipeline.goals import baseline_id, why_not
 from pipeline.profile import StepProfile
 from pipeline.records import LosslessResult, Topology, TrialRecord
 from pipeline.reporting import facts, loads
@@ -14,7 +14,7 @@ from pipeline.reporting.command import pasteable
 from pipeline.reporting.model import LoadAdvice, Point, Report, Row, Verdict
 from pipeline.reporting.naming import shortened
 from pipeline.selection import Row as Ranked
-from pipeline.selection import Selection, baseline_id, select
+from pipeline.selection import Selection, select
 from pipeline.spec import Goal, ObjectiveSpec
 
 _UNITS = {"output_tok_per_s": "tok/s", "requests_per_s": "requests/s"}

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.claims import EARLY_SHARE, ERROR_RATE, decided, looks, make_claims
 from pipeline.config import Collectives, EngineConfig, NgramSpeculation
 from pipeline.records import Broken, Estimate, LoadLevel, Measurement, TrialRecord
-from pipeline.selection import EARLY_SHARE, ERROR_RATE, decided, looks, make_claims, measure_noise, select
+from pipeline.selection import measure_noise, select
 from pipeline.spec import Constraints, Goal, ObjectiveSpec
 from tests.fakes.toy_search import level, lossless, record
 
