@@ -91,12 +91,13 @@ def make_claims(records: Sequence[TrialRecord], spec: ObjectiveSpec, floor: floa
     if fit is None or home not in fit.configs:
         return ()
     planned = max((r.of_rounds for r in used if r.of_rounds is not None), default=None)
+    looked_at = _last_line_up(records)
     claims: list[Claim] = []
     for config in finalists:
-        shared = sum(r.config_id == config for r in used)
-        rate = _error_rate(shared, planned)
+        shared = [r.round or 0 for r in used if r.config_id == config]
+        rate = _error_rate(sum(number in looked_at for number in shared), planned)
         middle, error = fit.difference(config, home)
-        found = _gain(shared, middle, error * _t_quantile(1 - rate / 2, fit.degrees), error)
+        found = _gain(len(shared), middle, error * _t_quantile(1 - rate / 2, fit.degrees), error)
         judged = not claims or claims[-1].verdict == "better"
         claims.append(_claim(config, home, found, floor, judged=judged, planned=planned, rate=rate))
     return tuple(claims)
@@ -132,6 +133,25 @@ class _Fit:
         contrast = np.zeros(len(self.fitted))
         contrast[self.configs.index(config)], contrast[self.configs.index(home)] = 1, -1
         return float(contrast @ self.fitted), math.sqrt(self.variance * float(contrast @ self.inverse @ contrast))
+
+
+def _last_line_up(records: Sequence[TrialRecord]) -> set[int]:
+    """The rounds of the last line-up: within one, configurations only drop out; an extended search brings others.
+
+    What an earlier line-up has launched counts as evidence, but its rounds are no look at the present one.
+    """
+    by_round: dict[int, set[str]] = {}
+    for record in records:
+        if record.role == "confirm":
+            by_round.setdefault(record.round or 0, set()).add(record.config_id)
+    found: set[int] = set()
+    later: set[str] = set()
+    for number in sorted(by_round, reverse=True):
+        if not later <= by_round[number]:
+            break
+        found.add(number)
+        later = by_round[number]
+    return found
 
 
 def _placed(confirmations: Sequence[TrialRecord]) -> list[str]:

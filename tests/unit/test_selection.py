@@ -269,6 +269,19 @@ def test_the_looks_of_a_confirmation_share_the_error_rate() -> None:
     assert "over 2 of 4 rounds" in early.text and "over 2 rounds" in fixed.text
 
 
+def test_an_earlier_line_ups_rounds_are_no_looks_at_the_present_one() -> None:
+    ledger = sequential(0.2, rounds=2)
+    for number in (3, 4):
+        for config, value in ((OTHER, 140.0 + number % 2), (FAST, 120.0), (BASE, 100.0)):
+            more = {"round": number, "of_rounds": 4}
+            ledger.append(record(len(ledger), config, value, "confirm", **more))
+    early = ERROR_RATE * EARLY_SHARE
+    assert [(c.config_id, c.error_rate, c.rounds) for c in make_claims(ledger, ONE, None)] == [
+        (OTHER.config_id, early, 2),
+        (FAST.config_id, early, 4),
+    ]
+
+
 @pytest.mark.parametrize(
     ("first", "second", "noise", "settings", "clear"),
     [
