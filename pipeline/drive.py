@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pipeline.engine_space import Space
     from pipeline.proposer import Proposal, Proposer, Violated
     from pipeline.records import Topology, TrialRecord
-    from pipeline.reporting.model import Report
     from pipeline.screening import Screening
     from pipeline.search import Adapter, Bench
     from pipeline.selection import Selection
@@ -318,6 +317,7 @@ def _same_machine(facts: dict[str, Any], same: dict[str, Any]) -> bool:
 
 def _close(job: Job, study: Study, adapter: Adapter, tracker: Tracker, board: Board) -> None:
     """Write the report, tell MLflow, print. A study that is not over says how to go on."""
+    from pipeline.mlflow_view import outcome
     from pipeline.report import render, study_objective, study_report, write_html
     from pipeline.selection import select
 
@@ -327,7 +327,7 @@ def _close(job: Job, study: Study, adapter: Adapter, tracker: Tracker, board: Bo
         study.add_facts(finished=True, ended=adapter.done, **_winner(selection, records))
     report = study_report(study)
     html = write_html(report, study.folder / "report.html")
-    tracker.finish(_outcome(selection, report), [html], _ending(adapter))
+    tracker.finish(outcome(selection, report), [html], _ending(adapter))
     board.say(render(report, "text").rstrip("\n"))
     board.say(f"\nreport: {html}\nMLflow: {_pages(job)} (study {study.name})")
     if adapter.left:
@@ -362,16 +362,3 @@ def _winner(selection: Selection, records: list[TrialRecord]) -> dict[str, Any]:
     won = selection.winner.config_id
     params = next((record.params for record in records if record.config_id == won and record.params), None)
     return {"winner": won, "winner_params": params}
-
-
-def _outcome(selection: Selection, report: Report) -> dict[str, Any]:
-    from pipeline.mlflow_view import study_note
-
-    winner = selection.winner
-    return {
-        "mlflow.note.content": study_note(report),
-        "winner": winner.words if winner else None,
-        "why": selection.reason,
-        "noise_floor": selection.noise_floor,
-        "gain_over_baseline": winner.gain if winner else None,
-    }

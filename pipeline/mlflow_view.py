@@ -16,6 +16,7 @@ from pipeline.records import TrialRecord
 from pipeline.reporting.facts import accept_length
 from pipeline.reporting.model import Report
 from pipeline.reporting.text import verdict_lines
+from pipeline.selection import Selection
 
 TAG = "mlflow.sharedViewState."
 # Which and why, in reading order; what a study lacks stays empty.
@@ -179,3 +180,15 @@ def study_note(report: Report) -> str:
     if verdict.command:
         lines += ["", "```", verdict.command, "```"]
     return "\n".join(lines)
+
+
+def outcome(selection: Selection, report: Report) -> dict[str, Any]:
+    """What the study's own run says: numbers become metrics, the rest tags."""
+    winner = selection.winner
+    return {
+        "mlflow.note.content": study_note(report),
+        "winner": winner.words if winner else None,
+        "why": selection.reason,
+        "noise_floor": selection.noise_floor,
+        "gain_over_baseline": winner.gain if winner else None,
+    }

@@ -282,16 +282,29 @@ def _search(client: MlflowClient, experiment: str, query: str) -> list[Any]:
 
 
 def main(study: str, uri: str | None = None) -> None:
-    """Log the trials of STUDY that MLflow lacks."""
+    """Log the trials of STUDY that MLflow lacks and, where it is over, its outcome, report and view."""
     from mlflow.exceptions import MlflowException
 
     opened = Study.open(study)
     store = uri or default_uri(opened.folder.parent)
     check_uri(store)
     try:
-        print(f"{MlflowTracker(opened, store).sync()} trials logged to {without_password(store)}")
+        tracker = MlflowTracker(opened, store)
+        print(f"{tracker.sync()} trials logged to {without_password(store)}")
+        if opened.facts.get("finished"):
+            _conclude(tracker, opened)
     except MlflowException as error:
         raise PreflightError(f"MLflow at {without_password(store)} does not answer: {error}") from error
+
+
+def _conclude(tracker: MlflowTracker, study: Study) -> None:
+    from pipeline.mlflow_view import outcome
+    from pipeline.report import study_objective, study_report, write_html
+    from pipeline.selection import select
+
+    report = study_report(study)
+    html = write_html(report, study.folder / "report.html")
+    tracker.finish(outcome(select(study.records(), study_objective(study)), report), [html])
 
 
 if __name__ == "__main__":

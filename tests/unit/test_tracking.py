@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -226,3 +227,25 @@ def test_logging_later_to_a_store_that_is_none_or_away_is_one_line(
     folder = full_study().write(tmp_path)
     with pytest.raises(UserError, match=said):
         main(str(folder), uri)
+
+
+def test_a_finished_study_logged_later_has_its_outcome_report_and_view(tmp_path: Path, uri: str) -> None:
+    from mlflow import MlflowClient
+
+    late = Study.open(str(full_study().write(tmp_path)))
+
+    def parent() -> Any:
+        (found,) = [run for run in runs_of(late, uri) if run.data.tags["fastverify.trial"] == "study"]
+        return found
+
+    late.add_facts(finished=False)
+    main(str(late.folder), uri)
+    assert (parent().info.status, parent().data.tags.get("winner")) == ("RUNNING", None)
+    late.add_facts(finished=True)
+    main(str(late.folder), uri)
+    assert parent().info.status == "FINISHED"
+    assert parent().data.tags["winner"]
+    client = MlflowClient(uri)
+    assert "report.html" in [file.path for file in client.list_artifacts(parent().info.run_id)]
+    view = f"mlflow.sharedViewState.fastverify-{late.name}"
+    assert view in client.get_experiment(parent().info.experiment_id).tags
