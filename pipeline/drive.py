@@ -21,6 +21,7 @@ from pipeline.tracking import (
     NullTracker,
     Tracker,
     check_uri,
+    conclude,
     default_uri,
     without_password,
 )
@@ -317,17 +318,14 @@ def _same_machine(facts: dict[str, Any], same: dict[str, Any]) -> bool:
 
 def _close(job: Job, study: Study, adapter: Adapter, tracker: Tracker, board: Board) -> None:
     """Write the report, tell MLflow, print. A study that is not over says how to go on."""
-    from pipeline.mlflow_view import outcome
-    from pipeline.report import render, study_objective, study_report, write_html
+    from pipeline.report import render, study_objective
     from pipeline.selection import select
 
     records = study.records()
     selection = select(records, study_objective(study))
     if adapter.done is not None:
         study.add_facts(finished=True, ended=adapter.done, **_winner(selection, records))
-    report = study_report(study)
-    html = write_html(report, study.folder / "report.html")
-    tracker.finish(outcome(selection, report), [html], _ending(adapter))
+    report, html = conclude(tracker, study, selection, _ending(adapter))
     board.say(render(report, "text").rstrip("\n"))
     board.say(f"\nreport: {html}\nMLflow: {_pages(job)} (study {study.name})")
     if adapter.left:

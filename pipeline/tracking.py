@@ -25,6 +25,8 @@ from pipeline.store import RUNS, Study
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from pipeline.reporting.model import Report
+    from pipeline.selection import Selection
 
 log = logging.getLogger(__name__)
 
@@ -285,6 +287,9 @@ def main(study: str, uri: str | None = None) -> None:
     """Log the trials of STUDY that MLflow lacks and, where it is over, its outcome, report and view."""
     from mlflow.exceptions import MlflowException
 
+    from pipeline.report import study_objective
+    from pipeline.selection import select
+
     opened = Study.open(study)
     store = uri or default_uri(opened.folder.parent)
     check_uri(store)
@@ -292,19 +297,20 @@ def main(study: str, uri: str | None = None) -> None:
         tracker = MlflowTracker(opened, store)
         print(f"{tracker.sync()} trials logged to {without_password(store)}")
         if opened.facts.get("finished"):
-            _conclude(tracker, opened)
+            conclude(tracker, opened, select(opened.records(), study_objective(opened)))
     except MlflowException as error:
         raise PreflightError(f"MLflow at {without_password(store)} does not answer: {error}") from error
 
 
-def _conclude(tracker: MlflowTracker, study: Study) -> None:
+def conclude(tracker: Tracker, study: Study, selection: Selection, ending: Ending = "FINISHED") -> tuple[Report, Path]:
+    """Write the study's report and tell `tracker` the outcome; the report and its file."""
     from pipeline.mlflow_view import outcome
-    from pipeline.report import study_objective, study_report, write_html
-    from pipeline.selection import select
+    from pipeline.report import study_report, write_html
 
     report = study_report(study)
     html = write_html(report, study.folder / "report.html")
-    tracker.finish(outcome(select(study.records(), study_objective(study)), report), [html])
+    tracker.finish(outcome(selection, report), [html], ending)
+    return report, html
 
 
 if __name__ == "__main__":
