@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,17 +11,11 @@ import pytest
 from pipeline.report import load_report
 from tests.fakes.fake_study import full_study
 from tests.fakes.fake_trace import LAYERS
-
-ROOT = Path(__file__).parents[2]
-FAKE = ROOT / "tests" / "fakes" / "sglang_server.py"
+from tests.fakes.running import with_fake
 
 
 def capture(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "FASTVERIFY_SGLANG_COMMAND": f"{sys.executable} {FAKE}", "FAKE_SGLANG_STEP_MS": "4"}
-    return subprocess.run(
-        [sys.executable, "-m", "pipeline.capture", *words],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    return with_fake("pipeline.capture", *words, FAKE_SGLANG_STEP_MS="4")
 
 
 @pytest.mark.slow

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.report import load_report, render
 from tests.fakes.fake_study import full_study
+from tests.fakes.running import with_fake
 
-ROOT = Path(__file__).parents[2]
-FAKE = ROOT / "tests" / "fakes" / "sglang_server.py"
 CYCLE_MS = 3.785  # of the study's winner at one stream
 SPACE = """\
 study: gpu2
@@ -39,11 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 def simulate(*words: str) -> subprocess.CompletedProcess[str]:
     knobs = {"FAKE_SGLANG_STEP_MS": str(CYCLE_MS), "FAKE_SGLANG_TTFT_MS": "2", "FAKE_SGLANG_ACCEPT_LENGTH": "2.1"}
-    environment = {**os.environ, **knobs, "FASTVERIFY_SGLANG_COMMAND": f"{sys.executable} {FAKE}"}
-    return subprocess.run(
-        [sys.executable, "-m", "pipeline.simulate", *words],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    return with_fake("pipeline.simulate", *words, **knobs)
 
 
 @pytest.mark.slow
